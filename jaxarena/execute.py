@@ -1,0 +1,142 @@
+"""Runs a scheduled step against its arena: the arena is threaded through the launches in order.
+
+Every value that lives in the arena is written to its rows by the launch that makes it and read from there by each launch that uses
+it, so a wrong plan gives wrong numbers, not only a wrong picture. Each read and write passes the arena through a barrier
+(:mod:`jaxarena.storage`): in place, without a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxarena import storage
+from jaxarena.arena import ROW_BYTES, Arena
+from jaxarena.graph import Atom, Equation, Value
+from jaxarena.residence import Home, Residence
+from jaxarena.schedule import Region, Repeat, Schedule, Step
+
+__all__ = ["execute"]
+
+
+def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], jax.Array]:
+    """Runs the step.
+
+    Args:
+      schedule: what to run.
+      placement: where every home lies.
+      buffer: the arena, int8 [rows, 128].
+      inputs: the step's inputs, flat, without the closed-over constants.
+
+    Returns:
+      The step's outputs, flat, and the arena.
+    """
+    run = _Run(schedule, {home: placement.find(name).row for home, name in schedule.home_names.items()}, buffer)
+    run.env.update(zip(schedule.graph.inputs, (*schedule.graph.constants, *inputs), strict=True))
+    run.steps(schedule.steps)
+    return [run.read(o) for o in schedule.graph.outputs], run.buffer
+
+
+class _Run:
+    """One pass over the steps: the arena, the XLA arrays, and the turn of each loop."""
+
+    def __init__(self, schedule: Schedule, rows: dict[Home, int], buffer: jax.Array):
+        self.residences, self.rows, self.buffer = schedule.residences, rows, buffer
+        self.env: dict[Value, Any] = {}
+        self.turns: dict[str, Any] = {}
+
+    def steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Repeat):
+                self._repeat(step)
+            elif isinstance(step, Region):
+                self._region(step)
+            else:
+                self._write_all(step.outputs, _apply(step, [self.read(a) for a in step.inputs]))
+
+    def read(self, atom: Atom) -> Any:
+        """The array of an atom: a literal, an XLA array, or what lies in the arena."""
+        if not isinstance(atom, Value):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        residence = self.residences.get(atom)
+        if residence is None:
+            return self.env[atom]
+        place = residence.resolved()
+        slot_rows = place.home.layout.bytes // ROW_BYTES
+        if place.run is None:
+            x, self.buffer = storage.read(self.buffer, self._row(place), place.layout, place.view, slot_rows)
+            return x
+        slots = lax.dynamic_slice_in_dim(self.buffer, self._row(place), place.run * slot_rows)
+        slots = slots.reshape(place.run, slot_rows, ROW_BYTES)
+        stack = jax.vmap(lambda slot: storage.read(slot, 0, place.layout, place.view, slot_rows)[0])(slots)
+        x, self.buffer = lax.optimization_barrier((stack, self.buffer))
+        return x
+
+    def _write_all(self, values: Sequence[Value], arrays: Sequence[Any]) -> None:
+        for value, array in zip(values, arrays, strict=True):
+            residence = self.residences.get(value)
+            if residence is None:
+                self.env[value] = array
+            else:
+                place = residence.resolved()
+                self.buffer = storage.write(self.buffer, self._row(place), place.layout, place.view, array)
+
+    def _row(self, place: Residence) -> Any:
+        """The first arena row of a slot: a constant, or an int32 of the loop's turn."""
+        base, slot = self.rows[place.home], place.slot
+        slot_rows = place.home.layout.bytes // ROW_BYTES
+        index = slot.start + slot.step * self.turns[slot.loop] if slot.loop is not None else slot.start
+        if slot.modulus is not None:
+            index = index % slot.modulus
+        return base + index * slot_rows
+
+    def _region(self, region: Region) -> None:
+        local = {v: self.read(v) for v in region.inputs}
+        for equation in region.equations:
+            arrays = _apply(equation, [local[a] if isinstance(a, Value) else a.val for a in equation.inputs])
+            local.update(zip(equation.outputs, arrays, strict=True))
+        self._write_all(region.outputs, [local[v] for v in region.outputs])
+
+    def _repeat(self, repeat: Repeat) -> None:
+        loop = repeat.loop
+        key = str(id(loop))
+        carried = [k for k, v in enumerate(loop.carries) if v not in self.residences]
+        scanned = [k for k, v in enumerate(loop.elements) if v not in self.residences]
+        stacked = [k for k, v in enumerate(loop.stacks) if v not in self.residences]
+        init = [self.read(loop.init[k]) for k in carried]
+        xs = [self.read(loop.xs[k]) for k in scanned]
+        outer_env = self.env
+
+        def body(carry: Any, element: Any) -> Any:
+            self.buffer, arrays = carry
+            self.turns[key], slices = element
+            self.env = dict(outer_env)
+            self.env.update(zip((loop.carries[k] for k in carried), arrays, strict=True))
+            self.env.update(zip((loop.elements[k] for k in scanned), slices, strict=True))
+            self.steps(repeat.body)
+            outs = [self.read(loop.carry_outs[k]) for k in carried]
+            ys = [self.read(loop.ys[k]) for k in stacked]
+            return (self.buffer, outs), ys
+
+        # The turn counts from 0 in the order of execution; lax.scan hands a reversed loop its elements from the last on.
+        turns = jnp.arange(loop.length, dtype=jnp.int32)
+        turns = turns[::-1] if loop.reverse else turns
+        (self.buffer, outs), ys = lax.scan(body, (self.buffer, init), (turns, xs), length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
+        self.env = outer_env
+        self.env.update(zip((loop.finals[k] for k in carried), outs, strict=True))
+        self.env.update(zip((loop.stacks[k] for k in stacked), ys, strict=True))
+
+
+def _apply(equation: Equation, arrays: list[Any]) -> list[Any]:
+    """Binds an equation's primitive, as JAX itself evaluates a jaxpr."""
+    primitive = equation.primitive
+    params = primitive.get_bind_params(equation.params)
+    context = equation.context.manager if equation.context is not None else contextlib.nullcontext()
+    with jax.named_scope(equation.scope) if equation.scope else contextlib.nullcontext(), context:
+        results = primitive.bind(*arrays, **params)
+    return list(results) if primitive.multiple_results else [results]

@@ -1,0 +1,1 @@
+"""Language models built of :mod:`jaxarena.ops`: plain functions over pytrees of parameters."""

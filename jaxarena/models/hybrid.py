@@ -1,0 +1,266 @@
+"""A hybrid decoder language model in the shape of Qwen3-Next: gated delta rule layers, every fourth one gated full attention, a
+mixture of experts after each.
+
+With N = RMS norm whose weight counts from 1, h the residual stream::
+
+    delta layer:      q, k, v, z = split(N(h) W);  beta, a = split(N(h) W');  q, k, v = short_conv(q, k, v)
+                      o = delta_rule(l2norm(q), l2norm(k), v, g = -exp(A_log) softplus(a + dt_bias), sigmoid(beta))
+                      h = h + (rms_norm(o) * silu(z)) W_out
+    attention layer:  q, gate, k, v = split(N(h) W);  q, k = rotary(N(q), N(k)), on part of each head
+                      h = h + (attention(q, k, v) * sigmoid(gate)) W_out
+    both, then:       h = h + moe(N(h))
+
+Sources: Yang, Kautz, Hatamizadeh, *Gated Delta Networks* (2024), for the delta layer, its decay parameters and their starting values
+(after Mamba-2); Qwen3-Next's published configuration for the order of layers, the gates, QK-norm and partial rotary.
+
+Parameters are a dict of arrays. Those of the layers are stacked by **period** (four layers) and run by ``lax.scan`` over periods, so
+tracing and compiling take as long for 48 layers as for 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxarena import ops
+
+__all__ = ["HybridConfig", "init", "loss", "parameter_count"]
+
+PERIOD = 4
+"""Layers in a period: three of the delta rule, one of attention."""
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig:
+    """Sizes of the model. The defaults are the demo's: 2 periods, about 2 million parameters.
+
+    Attributes:
+      vocabulary: number of tokens.
+      width: of the residual stream.
+      layers: a multiple of 4.
+      heads, kv_heads, head_size: of the attention layers; ``heads`` a multiple of ``kv_heads``.
+      rotary_size: how much of each head is rotated; even.
+      rotary_base: the base of the rotary wavelengths.
+      delta_key_heads, delta_value_heads, delta_key_size, delta_value_size: of the delta rule; value heads a multiple of key heads.
+      conv_taps: length of the short convolution.
+      experts, experts_per_token, expert_width: of the mixture of experts.
+      shared_width: of the shared expert; 0 for none.
+      balance_weight: weight of the balance loss in the loss.
+      norm_eps: epsilon of all norms.
+      tied: whether the head is the embedding table.
+      dtype: of activations and of the weights that products see, ``float32`` or ``bfloat16``; parameters are float32.
+
+    Raises:
+      ValueError: names the fields that do not fit each other.
+    """
+
+    vocabulary: int = 256
+    width: int = 128
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 32
+    rotary_size: int = 8
+    rotary_base: float = 10_000.0
+    delta_key_heads: int = 2
+    delta_value_heads: int = 4
+    delta_key_size: int = 32
+    delta_value_size: int = 32
+    conv_taps: int = 4
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_width: int = 64
+    shared_width: int = 64
+    balance_weight: float = 0.01
+    norm_eps: float = 1e-6
+    tied: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if type(value) is int and value < 1 and not (name == "shared_width" and value == 0):
+                raise ValueError(f"HybridConfig: {name} must be positive, got {value}")
+        if self.layers % PERIOD:
+            raise ValueError(f"HybridConfig: layers must be a multiple of {PERIOD} (three delta layers, one of attention), got {self.layers}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"HybridConfig: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        if self.delta_value_heads % self.delta_key_heads:
+            raise ValueError(
+                f"HybridConfig: delta_value_heads must be a multiple of delta_key_heads, got {self.delta_value_heads} and {self.delta_key_heads}"
+            )
+        if self.rotary_size % 2 or self.rotary_size > self.head_size:
+            raise ValueError(f"HybridConfig: rotary_size must be even and at most head_size = {self.head_size}, got {self.rotary_size}")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"HybridConfig: experts_per_token must be at most experts = {self.experts}, got {self.experts_per_token}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"HybridConfig: dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
+
+    @property
+    def periods(self) -> int:
+        return self.layers // PERIOD
+
+
+def init(key: jax.Array, config: HybridConfig) -> Params:
+    """Float32 parameters: normal with variance 1 / fan-in, embeddings with deviation 0.02, norms neutral.
+
+    The delta rule's decays start as in Mamba-2: A uniform in [1, 16], the time step log-uniform in [0.001, 0.1].
+    """
+    keys = jax.random.split(key, 3)
+    layers = jax.vmap(lambda k: _init_period(k, config))(jax.random.split(keys[0], config.periods))
+    params: Params = {
+        "embedding": 0.02 * jax.random.normal(keys[1], (config.vocabulary, config.width)),
+        "periods": layers,
+        "norm": jnp.zeros(config.width),
+    }
+    if not config.tied:
+        params["head"] = 0.02 * jax.random.normal(keys[2], (config.vocabulary, config.width))
+    return params
+
+
+def parameter_count(params: Params) -> int:
+    """How many numbers ``params`` (arrays or ``jax.ShapeDtypeStruct``) hold."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+
+
+def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: HybridConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The training loss and what it is made of.
+
+    Args:
+      params: as :func:`init` made them.
+      tokens: int32 [batch, time].
+      labels: int32 [batch, time], what each position should predict; -100 to ignore one.
+
+    Returns:
+      ``cross_entropy + balance_weight * balance``, float32, and a dict of the two: nats a label, and the balance loss's mean over
+      layers (1 when experts share the load evenly).
+    """
+    dtype = jnp.dtype(config.dtype)
+    h = ops.embed(tokens, params["embedding"].astype(dtype))
+
+    def period(carry: tuple[jax.Array, jax.Array], weights: Params) -> tuple[tuple[jax.Array, jax.Array], None]:
+        h, balance = carry
+        for name, layer in sorted(weights.items()):
+            with jax.named_scope(name):
+                mix = _attention_layer if "q_norm" in layer["mixer"] else _delta_layer
+                h = mix(layer["mixer"], h, config)
+                h, layer_balance = _experts(layer["moe"], h, config)
+                balance = balance + layer_balance
+        return (h, balance), None
+
+    (h, balance), _ = lax.scan(period, (h, jnp.float32(0)), params["periods"])
+    h = ops.rms_norm(h, params["norm"].astype(dtype), eps=config.norm_eps, offset=1.0)
+    head = params["embedding" if config.tied else "head"].astype(dtype)
+    cross_entropy = ops.cross_entropy(h, head, labels)
+    balance = balance / config.layers
+    return cross_entropy + config.balance_weight * balance, {"cross_entropy": cross_entropy, "balance": balance}
+
+
+def _delta_layer(w: Params, h: jax.Array, config: HybridConfig) -> jax.Array:
+    b, t, _ = h.shape
+    key_columns = config.delta_key_heads * config.delta_key_size
+    value_columns = config.delta_value_heads * config.delta_value_size
+    x = ops.rms_norm(h, w["norm"].astype(h.dtype), eps=config.norm_eps, offset=1.0)
+    qkv = ops.short_conv(ops.project(x, w["qkv"].astype(h.dtype)), w["conv"].astype(h.dtype))
+    z = ops.project(x, w["z"].astype(h.dtype)).reshape(b, t, config.delta_value_heads, config.delta_value_size)
+    q, k, v = jnp.split(qkv, [key_columns, 2 * key_columns], axis=-1)
+    q = q.reshape(b, t, config.delta_key_heads, config.delta_key_size)
+    k = k.reshape(b, t, config.delta_key_heads, config.delta_key_size)
+    v = v.reshape(b, t, config.delta_value_heads, config.delta_value_size)
+    # The gates are few numbers that decide how far the state reaches: float32 throughout.
+    beta, a = jnp.split(ops.project(x, w["beta_a"].astype(h.dtype)).astype(jnp.float32), 2, axis=-1)
+    g = -jnp.exp(w["a_log"]) * jax.nn.softplus(a + w["dt_bias"])
+    o = ops.gated_delta_rule(q, k, v, g, jax.nn.sigmoid(beta), qk_l2norm=True)
+    o = ops.gate(ops.rms_norm(o, w["out_norm"].astype(h.dtype), eps=config.norm_eps), z, activation="silu")
+    return ops.project(o.reshape(b, t, value_columns), w["out"].astype(h.dtype), residual=h)
+
+
+def _attention_layer(w: Params, h: jax.Array, config: HybridConfig) -> jax.Array:
+    b, t, _ = h.shape
+    columns, kv_columns = config.heads * config.head_size, config.kv_heads * config.head_size
+    x = ops.rms_norm(h, w["norm"].astype(h.dtype), eps=config.norm_eps, offset=1.0)
+    qgkv = ops.project(x, w["qgkv"].astype(h.dtype))
+    q, gate, k, v = jnp.split(qgkv, [columns, 2 * columns, 2 * columns + kv_columns], axis=-1)
+
+    def heads(y: jax.Array, norm: str) -> jax.Array:
+        y = ops.rms_norm(y.reshape(b, t, -1, config.head_size), w[norm].astype(h.dtype), eps=config.norm_eps, offset=1.0)
+        return ops.rotary(y, base=config.rotary_base, rotary_dim=config.rotary_size)
+
+    o = ops.attention(heads(q, "q_norm"), heads(k, "k_norm"), v.reshape(b, t, config.kv_heads, config.head_size))
+    return ops.project(ops.gate(o.reshape(b, t, columns), gate), w["out"].astype(h.dtype), residual=h)
+
+
+def _experts(w: Params, h: jax.Array, config: HybridConfig) -> tuple[jax.Array, jax.Array]:
+    x = ops.rms_norm(h, w["norm"].astype(h.dtype), eps=config.norm_eps, offset=1.0)
+    shared = None
+    if config.shared_width:
+        shared = ops.SharedExpert(*(w[name].astype(h.dtype) for name in ("shared_gate_up", "shared_down", "shared_gate")))
+    y, balance = ops.moe(
+        x, w["router"].astype(h.dtype), w["gate_up"].astype(h.dtype), w["down"].astype(h.dtype), top_k=config.experts_per_token, shared=shared
+    )
+    return h + y, balance
+
+
+def _init_period(key: jax.Array, config: HybridConfig) -> Params:
+    keys = jax.random.split(key, 2 * PERIOD)
+    mixers = [_init_delta] * (PERIOD - 1) + [_init_attention]
+    return {
+        f"layer{i}": {"mixer": mixer(keys[2 * i], config), "moe": _init_experts(keys[2 * i + 1], config)} for i, mixer in enumerate(mixers)
+    }
+
+
+def _normal(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape) * shape[-2] ** -0.5
+
+
+def _init_delta(key: jax.Array, c: HybridConfig) -> Params:
+    keys = jax.random.split(key, 7)
+    key_columns, value_columns = c.delta_key_heads * c.delta_key_size, c.delta_value_heads * c.delta_value_size
+    step = jnp.exp(jax.random.uniform(keys[5], (c.delta_value_heads,), minval=math.log(1e-3), maxval=math.log(1e-1)))
+    return {
+        "norm": jnp.zeros(c.width),
+        "qkv": _normal(keys[0], c.width, 2 * key_columns + value_columns),
+        "z": _normal(keys[1], c.width, value_columns),
+        "beta_a": _normal(keys[2], c.width, 2 * c.delta_value_heads),
+        "conv": _normal(keys[3], c.conv_taps, 2 * key_columns + value_columns),
+        "a_log": jnp.log(jax.random.uniform(keys[4], (c.delta_value_heads,), minval=1.0, maxval=16.0)),
+        # softplus(dt_bias) = step
+        "dt_bias": step + jnp.log(-jnp.expm1(-step)),
+        "out_norm": jnp.ones(c.delta_value_size),
+        "out": _normal(keys[6], value_columns, c.width),
+    }
+
+
+def _init_attention(key: jax.Array, c: HybridConfig) -> Params:
+    keys = jax.random.split(key, 2)
+    columns, kv_columns = c.heads * c.head_size, c.kv_heads * c.head_size
+    return {
+        "norm": jnp.zeros(c.width),
+        "qgkv": _normal(keys[0], c.width, 2 * columns + 2 * kv_columns),
+        "q_norm": jnp.zeros(c.head_size),
+        "k_norm": jnp.zeros(c.head_size),
+        "out": _normal(keys[1], columns, c.width),
+    }
+
+
+def _init_experts(key: jax.Array, c: HybridConfig) -> Params:
+    keys = jax.random.split(key, 6)
+    params = {
+        "norm": jnp.zeros(c.width),
+        "router": _normal(keys[0], c.width, c.experts),
+        "gate_up": _normal(keys[1], c.experts, c.width, 2 * c.expert_width),
+        "down": _normal(keys[2], c.experts, c.expert_width, c.width),
+    }
+    if c.shared_width:
+        params |= {
+            "shared_gate_up": _normal(keys[3], c.width, 2 * c.shared_width),
+            "shared_down": _normal(keys[4], c.shared_width, c.width),
+            "shared_gate": _normal(keys[5], c.width, 1),
+        }
+    return params

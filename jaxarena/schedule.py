@@ -1,0 +1,200 @@
+"""From a graph and the residence of its values to what the planner plans and the executor runs.
+
+Launches stand in the order of the trace. Equations of XLA's between two launches make one **region**, which counts as a launch: it
+reads what it needs of the arena when it starts and writes what loops keep of its results when it ends. A loop's body is listed once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from jaxarena.arena import Scratch
+from jaxarena.graph import Atom, Block, Equation, Loop, Node, Value, values
+from jaxarena.lifetime import Alias, Form, Launch, Slot, Tensor
+from jaxarena.lifetime import Loop as LoopSpan
+from jaxarena.loops import decide
+from jaxarena.panels import full_view
+from jaxarena.plan import Temporary
+from jaxarena.residence import Home, Residences
+from jaxarena.trace import Graph
+
+__all__ = ["Region", "Repeat", "Schedule", "Step", "schedule"]
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """Equations of XLA's, run as one. ``outputs`` are the values that something after the region reads."""
+
+    equations: list[Equation]
+    inputs: list[Value]
+    outputs: list[Value]
+
+
+@dataclasses.dataclass(eq=False)
+class Repeat:
+    """A loop whose body is a list of steps."""
+
+    loop: Loop
+    body: list[Step]
+
+
+Step = Equation | Region | Repeat
+
+
+@dataclasses.dataclass(eq=False)
+class Schedule:
+    """A step ready to be planned (``form``) and run (``steps``)."""
+
+    graph: Graph
+    residences: Residences
+    steps: list[Step]
+    form: Form
+    home_names: dict[Home, str]
+    temporaries: tuple[Temporary, ...]
+
+
+def schedule(graph: Graph, name: str) -> Schedule:
+    """Decides where every value lives and in which order launches run. The graph's blocks are rewritten on the way."""
+    residences = Residences()
+    decide(residences, graph.block, set(values(graph.outputs)))
+    steps = _steps(graph.block, set(values(graph.outputs)), residences)
+    return _Writer(graph, residences, steps, name).schedule()
+
+
+def _steps(block: Block, needed: set[Value], residences: Residences) -> list[Step]:
+    """Groups the equations of a block into regions; ``needed`` is what is read when the block ends."""
+    groups: list[Node | list[Equation]] = []
+    for node in block.nodes:
+        if isinstance(node, Loop) or node.launch is not None:
+            groups.append(node)
+        elif groups and isinstance(groups[-1], list):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    steps: list[Step] = []
+    live = set(needed)
+    for group in reversed(groups):
+        if isinstance(group, Loop):
+            body_needs = set(values([*group.carry_outs, *group.ys]))
+            steps.append(Repeat(group, _steps(group.body, body_needs, residences)))
+            live.update(values(group.inputs))
+        elif isinstance(group, Equation):
+            steps.append(group)
+            live.update(values(group.inputs))
+        else:
+            made = {v for e in group for v in e.outputs}
+            read = [v for e in group for v in values(e.inputs) if v not in made]
+            outputs = [v for e in group for v in e.outputs if v in live or v in residences]
+            steps.append(Region(group, list(dict.fromkeys(read)), outputs))
+            live.update(read)
+    return steps[::-1]
+
+
+class _Writer:
+    """Writes the form: names homes and their parts, lists launches, loops and XLA's temporaries."""
+
+    def __init__(self, graph: Graph, residences: Residences, steps: list[Step], name: str):
+        self.graph, self.residences, self.steps, self.name = graph, residences, steps, name
+        self.launches: list[Launch] = []
+        self.loops: list[LoopSpan] = []
+        self.loop_names: dict[str, str] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.home_names: dict[Home, str] = {}
+        self.value_names: dict[Value, str] = {}
+        self.tensors: list[Tensor] = []
+        self.aliases: list[Alias] = []
+        self.first: dict[Value, int] = {}  # of XLA's arrays: the launch that makes them
+        self.last: dict[Value, int] = {}
+
+    def schedule(self) -> Schedule:
+        self._write(self.steps)
+        form = Form(self.name, tuple(self.tensors), tuple(self.aliases), tuple(self.launches), tuple(self.loops), frozenset(), frozenset())
+        returned = set(values(self.graph.outputs))
+        temporaries = [
+            Temporary(f"{self.launches[first].name}:{v.aval.str_short()}", v.aval.size * v.aval.dtype.itemsize, first, self.last[v])
+            for v, first in self.first.items()
+            if v not in returned and self.last.get(v, first) > first and hasattr(v.aval.dtype, "itemsize")
+        ]
+        return Schedule(self.graph, self.residences, self.steps, form, self.home_names, tuple(temporaries))
+
+    def _write(self, steps: list[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Repeat):
+                self._write_loop(step)
+            elif isinstance(step, Region):
+                self._launch(_region_name(step), step.inputs, step.outputs)
+            else:
+                launch = step.launch
+                assert launch is not None
+                scratch = launch.scratch(*(a.aval for a in step.inputs), **step.params)
+                self._launch(launch.name, step.inputs, step.outputs, scratch)
+
+    def _launch(self, name: str, inputs: list[Atom] | list[Value], outputs: list[Value], scratch: tuple[Scratch, ...] = ()) -> None:
+        index = len(self.launches)
+        name = self._unique(name)
+        reads = tuple(dict.fromkeys(self._name(v) for v in values(inputs) if v in self.residences))
+        writes = tuple(dict.fromkeys(self._name(v) for v in outputs if v in self.residences))
+        self.launches.append(Launch(name, reads, writes, scratch))
+        self._touch(values(inputs), index)
+        self.first.update({v: index for v in outputs if v not in self.residences})
+
+    def _touch(self, read: collections.abc.Iterable[Value], index: int) -> None:
+        for v in read:
+            if v in self.first:
+                self.last[v] = index
+
+    def _write_loop(self, repeat: Repeat) -> None:
+        loop = repeat.loop
+        name = self._unique("scan")
+        self.loop_names[str(id(loop))] = name
+        # What the loop starts from and scans over as XLA arrays is read of the arena before it; what it hands on, at each turn's end.
+        enters = [a for a, v in zip((*loop.init, *loop.xs), (*loop.carries, *loop.elements), strict=True) if v not in self.residences]
+        if any(v in self.residences for v in values(enters)):
+            self._launch(f"{name} enters", enters, [])
+        first = len(self.launches)
+        self._touch(values(enters), first)
+        self.first.update({v: first for v in (*loop.carries, *loop.elements) if v not in self.residences})
+        self._write(repeat.body)
+        leaves = [a for a, v in zip((*loop.carry_outs, *loop.ys), loop.outputs, strict=True) if v not in self.residences]
+        if any(v in self.residences for v in values(leaves)):
+            self._launch(f"{name} leaves", leaves, [])
+        last = len(self.launches) - 1
+        self.loops.append(LoopSpan(name, first, last, loop.length))
+        self._touch(values(leaves), last)
+        # Outer arrays that the body reads are read until the last turn; XLA's carries and stacks live through all of it.
+        inside = {v for v, at in self.first.items() if at >= first}
+        self.last.update({v: last for v in values(loop.inputs) if v in self.first and v not in inside})
+        self.last.update({v: last for v in loop.carries if v in self.first})
+        self.first.update({v: first for v in loop.outputs if v not in self.residences})
+
+    def _name(self, value: Value) -> str:
+        """The name of a value in the arena; on the first call, its home and its part are entered."""
+        if value in self.value_names:
+            return self.value_names[value]
+        place = self.residences[value].resolved()
+        home = place.home
+        if home not in self.home_names:
+            self.home_names[home] = self._unique(home.label)
+            self.tensors.append(Tensor(self.home_names[home], home.layout, home.slots))
+        if self.residences[value].is_whole:
+            name = self.home_names[home]
+        else:
+            name = self._unique(f"{self.home_names[home]}/part")
+            slot = Slot(self.loop_names[place.slot.loop], place.slot.start, place.slot.step, place.slot.modulus) if place.slot.loop else place.slot
+            # A run of slots counts as read whole, also where only a part of each slot is.
+            layout, view = (place.layout, place.view) if place.run is None else (home.layout, full_view(home.layout))
+            self.aliases.append(Alias(name, self.home_names[home], layout, view, slot, place.run or 1))
+        self.value_names[value] = name
+        return name
+
+    def _unique(self, name: str) -> str:
+        self.counts[name] += 1
+        return f"{name}.{self.counts[name]}"
+
+
+def _region_name(region: Region) -> str:
+    copies = all(e.primitive.name == "copy" for e in region.equations)
+    return "copy" if copies else "xla"
+
+

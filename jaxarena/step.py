@@ -1,0 +1,190 @@
+"""``jit``: what users hold. A step that runs over a planned arena."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxarena.arena import ROW_BYTES
+from jaxarena.execute import execute
+from jaxarena.plan import ArenaBuffer, Plan
+from jaxarena.planner import place
+from jaxarena.schedule import Schedule, schedule
+from jaxarena.trace import Graph
+
+__all__ = ["Step", "jit"]
+
+
+def jit(
+    function: Callable[..., Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    reuse: bool = True,
+) -> Step:
+    """Makes a step of ``function``: like ``jax.jit``, but its arrays live in one planned arena.
+
+    ``function`` is an ordinary JAX function, with ``jaxarena.ops`` in it, ``jax.value_and_grad``, ``lax.scan`` over layers, an optax
+    update. The step is called with the arena in front and returns it behind::
+
+        step = jaxarena.jit(train_step, donate_argnums=(0, 1))
+        arena = step.plan(params, opt_state, batch).allocate()
+        (params, opt_state, loss), arena = step(arena, params, opt_state, batch)
+
+    The arena is always donated: use the one that the call returned.
+
+    Args:
+      function: the function; traced once for each new combination of shapes, dtypes and static arguments.
+      donate_argnums: positions, in ``function``'s arguments, of what may be overwritten with results.
+      static_argnums: positions of arguments that are compile-time constants (hashable).
+      static_argnames: their names, when passed by keyword.
+      reuse: whether arrays share memory once they are dead. ``False`` gives every array bytes of its own, for hunting a bug:
+        the results must have the same bits.
+    """
+    return Step(function, donate_argnums, static_argnums, static_argnames, reuse)
+
+
+class Step:
+    """A function run over a planned arena; made by :func:`jit`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Iterable[str] = (),
+        reuse: bool = True,
+    ):
+        if not callable(function):
+            raise TypeError(f"jaxarena.jit: function must be callable, got {function!r}")
+        self._function = function
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._reuse = reuse
+        nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+        names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        self._static_nums, self._static_names = _match_static(function, nums, names)
+        self._donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        self._traced = jax.jit(function, static_argnums=self._static_nums, static_argnames=self._static_names)
+        self._planned: dict[int, tuple[Any, Schedule, Plan]] = {}
+        self._jitted = jax.jit(
+            self._run,
+            donate_argnums=(0, *(n + 1 for n in self._donated)),
+            static_argnums=tuple(n + 1 for n in self._static_nums),
+            static_argnames=self._static_names,
+        )
+
+    def __call__(self, arena: ArenaBuffer, *args: Any, **kwargs: Any) -> tuple[Any, ArenaBuffer]:
+        """Runs the step. Returns the function's result and the arena.
+
+        Raises:
+          TypeError: when ``arena`` is no arena, or under ``jax.grad`` and its kin: take gradients inside the step.
+          ValueError: when ``arena`` is of another program or size, was donated to an earlier call, or when two donated arguments
+            are one array.
+        """
+        self._check_arena(arena)
+        self._check_donated(args)
+        return self._jitted(arena, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The memory plan for arguments given as arrays or ``jax.ShapeDtypeStruct``. Nothing is compiled or run."""
+        return self._prepare(args, kwargs)[1]
+
+    def lower(self, arena: ArenaBuffer, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Like ``jax.jit(...).lower``: for ``.compile().memory_analysis()`` and the like."""
+        self._check_arena(arena)
+        return self._jitted.lower(arena, *args, **kwargs)
+
+    def _run(self, arena: ArenaBuffer, *args: Any, **kwargs: Any) -> tuple[Any, ArenaBuffer]:
+        schedule, plan, out_tree = self._prepare(args, kwargs)
+        if arena.plan != plan.fingerprint or arena.data.shape != (plan.arena.rows, ROW_BYTES):
+            raise ValueError(
+                f"{self._name}: arena was allocated for plan {arena.plan} with {arena.data.shape[0]} rows, but these arguments need plan "
+                f"{plan.fingerprint} with {plan.arena.rows} rows: allocate one with step.plan(...).allocate() on arguments of these shapes"
+            )
+        buffer, *leaves = _guard_p.bind(arena.data, *jax.tree.leaves(self._dynamic(args, kwargs)))
+        outputs, data = execute(schedule, plan.arena, buffer, leaves)
+        return jax.tree.unflatten(out_tree, outputs), ArenaBuffer(data, arena.plan)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Schedule, Plan, Any]:
+        """The schedule and the plan, made once for each trace that jax.jit keeps."""
+        traced = self._traced.trace(*args, **kwargs)
+        jaxpr = traced.jaxpr
+        out_tree = jax.tree.structure(traced.out_info)
+        known = self._planned.get(id(jaxpr))
+        if known is None:
+            scheduled = schedule(Graph(jaxpr), self._name)
+            plan = Plan(scheduled.form, place(scheduled.form, reuse=self._reuse), scheduled.temporaries)
+            known = (jaxpr, scheduled, plan)
+            if not any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
+                # The jaxpr is kept with the entry, so that its id stays its own.
+                self._planned[id(jaxpr)] = known
+        return known[1], known[2], out_tree
+
+    def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return (
+            tuple(a for i, a in enumerate(args) if i not in self._static_nums),
+            {k: v for k, v in kwargs.items() if k not in self._static_names},
+        )
+
+    def _check_arena(self, arena: Any) -> None:
+        if not isinstance(arena, ArenaBuffer):
+            raise TypeError(
+                f"{self._name}: the first argument must be an arena, as step.plan(...).allocate() or an earlier call returned it, got {type(arena).__name__}"
+            )
+        data = arena.data
+        if isinstance(data, jax.core.Tracer) or not isinstance(data, jax.Array):
+            return
+        if data.is_deleted():
+            raise ValueError(f"{self._name}: arena was donated to an earlier call: pass the arena which that call returned")
+
+    def _check_donated(self, args: tuple[Any, ...]) -> None:
+        seen: dict[int, str] = {}
+        for n in self._donated:
+            if n >= len(args):
+                continue
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n]):
+                where = f"argument {n}{jax.tree_util.keystr(path)}"
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+                    if leaf.is_deleted():
+                        raise ValueError(f"{self._name}: {where} was donated to an earlier call: pass what that call returned")
+                    if id(leaf) in seen:
+                        raise ValueError(f"{self._name}: {seen[id(leaf)]} and {where} are one array and cannot both be donated: copy one of them")
+                    seen[id(leaf)] = where
+
+
+def _match_static(function: Callable[..., Any], nums: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """As in ``jax.jit``, a static argument is static whether it is passed by position or by keyword."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return nums, names
+    nums = tuple(n % len(parameters) if n < 0 else n for n in nums)
+    names = tuple(dict.fromkeys((*names, *(parameters[n] for n in nums if n < len(parameters)))))
+    nums = tuple(dict.fromkeys((*nums, *(parameters.index(n) for n in names if n in parameters))))
+    return nums, names
+
+
+# The identity on a step's operands, but a clear error where the step is differentiated or batched from outside.
+_guard_p = Primitive("jaxarena_step")
+_guard_p.multiple_results = True
+_guard_p.def_impl(lambda *args: list(args))
+_guard_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(_guard_p, lambda ctx, *args: list(args))
+
+
+def _refuse_derivative(*args: Any, **params: Any) -> Any:
+    raise TypeError("a planned step cannot be differentiated from outside: its launches write one arena in place. Take jax.grad or jax.value_and_grad inside the function given to jaxarena.jit")
+
+
+def _refuse_batch(*args: Any, **params: Any) -> Any:
+    raise TypeError("a planned step cannot be batched by jax.vmap: its launches write one arena in place. Use jax.vmap inside the function given to jaxarena.jit, or give its arrays a batch axis")
+
+
+ad.primitive_jvps[_guard_p] = _refuse_derivative
+batching.primitive_batchers[_guard_p] = _refuse_batch

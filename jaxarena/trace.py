@@ -1,0 +1,130 @@
+"""A function's jaxpr made into a :class:`~jaxarena.graph.Block`: calls inlined, dead code dropped, scans with launches kept as loops.
+
+Inlined are nested ``jit``, ``custom_jvp``, ``custom_vjp`` (outside a gradient they stay calls) and ``jax.checkpoint``. A jaxpr that is
+reached twice is one object, so each call has an environment of its own. A checkpoint that asks for it (``prevent_cse``) keeps a
+barrier on its inputs, or XLA would merge the recomputation with the first pass and hold on to what was to be dropped.
+``cond`` and ``while`` stay whole equations: the launches in them run as their XLA references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Literal
+from jax.extend.core.primitives import scan_p
+from jax.interpreters import partial_eval as pe
+
+from jaxarena.graph import Atom, Block, Equation, Loop, Node, Value, values
+from jaxarena.ops.interface import launch_of
+
+__all__ = ["Graph", "trace"]
+
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+
+
+class Graph:
+    """A traced step: ``inputs`` (closed-over constants first), ``block``, ``outputs``.
+
+    Attributes:
+      constants: the arrays for the first ``len(constants)`` inputs.
+    """
+
+    def __init__(self, jaxpr: Any):
+        jaxpr, _ = pe.dce_jaxpr(jaxpr, True, instantiate=True)
+        self.constants: list[Any] = list(jaxpr.consts)
+        self.inputs = [Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+        nodes: list[Node] = []
+        self.outputs = _inline(jaxpr, [], self.inputs, nodes)
+        self.block = Block(nodes)
+        _drop_dead_code(self.block, set(values(self.outputs)))
+
+
+def trace(function: Callable[..., Any], *args: Any) -> Graph:
+    """The graph of ``function`` on arguments given as arrays or ``jax.ShapeDtypeStruct``."""
+    return Graph(jax.jit(function).trace(*args).jaxpr)
+
+
+def _inline(jaxpr: Any, constants: Sequence[Atom], arguments: Sequence[Atom], nodes: list[Node], scope: str = "") -> list[Atom]:
+    env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+
+    def read(atom: Any) -> Atom:
+        return atom if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(a) for a in eqn.invars]
+        name = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        if eqn.primitive.name in _CALLS:
+            inner = eqn.params[_CALLS[eqn.primitive.name]]
+            if eqn.params.get("prevent_cse") and eqn.params.get("differentiated", True):
+                inputs = _barrier(inputs, eqn, nodes, name)
+            results = _inline(inner, _constants(inner), inputs, nodes, name)
+            env.update(zip(eqn.outvars, results, strict=True))
+            continue
+        outputs = [Value(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        if eqn.primitive is scan_p and _has_launches(eqn.params["jaxpr"]):
+            nodes.append(_loop(eqn, inputs, outputs, name))
+        else:
+            nodes.append(Equation(eqn.primitive, eqn.params, eqn.ctx, inputs, outputs, name, bool(eqn.effects)))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _constants(jaxpr: Any) -> list[Atom]:
+    return [Literal(c, jax.typeof(c)) for c in jaxpr.consts]
+
+
+def _barrier(inputs: list[Atom], eqn: Any, nodes: list[Node], scope: str) -> list[Atom]:
+    guarded = {v: Value(v.aval) for v in values(inputs)}
+    nodes.append(Equation(lax.optimization_barrier_p, {}, eqn.ctx, list(guarded), list(guarded.values()), scope))
+    return [guarded[a] if isinstance(a, Value) else a for a in inputs]
+
+
+def _loop(eqn: Any, inputs: list[Atom], outputs: list[Value], scope: str) -> Loop:
+    # ft_in is how scan's parameters say which operands are constants, carries and scanned arrays.
+    consts, init, xs = map(list, eqn.params["ft_in"].update(inputs).unpack())
+    inner = eqn.params["jaxpr"]
+    body_inputs = [Value(v.aval) for v in inner.invars[len(consts) :]]
+    carries, elements = body_inputs[: len(init)], body_inputs[len(init) :]
+    nodes: list[Node] = []
+    results = _inline(inner, _constants(inner), [*consts, *body_inputs], nodes, scope)
+    n = len(init)
+    p = eqn.params
+    return Loop(p["length"], p["reverse"], p["unroll"], init, xs, carries, elements, Block(nodes), results[:n], results[n:], outputs[:n], outputs[n:], scope)
+
+
+def _has_launches(jaxpr: Any) -> bool:
+    """Whether launches run in ``jaxpr`` where the planner can see them: not inside ``cond`` or ``while``."""
+    for eqn in jaxpr.eqns:
+        if launch_of(eqn.primitive):
+            return True
+        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, "jaxpr" if eqn.primitive is scan_p else ""))
+        if inner is not None and _has_launches(inner):
+            return True
+    return False
+
+
+def _drop_dead_code(block: Block, live: set[Value]) -> None:
+    """Keeps what ``live`` and effects need; adds to ``live`` all that the kept nodes read."""
+    kept: list[Node] = []
+    for node in reversed(block.nodes):
+        if isinstance(node, Loop):
+            used = [k for k, s in enumerate(node.stacks) if s in live]
+            node.ys, node.stacks = [node.ys[k] for k in used], [node.stacks[k] for k in used]
+            if not node.stacks and not any(f in live for f in node.finals) and not _has_effects(node.body):
+                continue
+            _drop_dead_code(node.body, inner := set(values([*node.carry_outs, *node.ys])))
+            live.update(inner)
+            scanned = [k for k, e in enumerate(node.elements) if e in inner]
+            node.xs, node.elements = [node.xs[k] for k in scanned], [node.elements[k] for k in scanned]
+        elif not node.has_effects and not any(v in live for v in node.outputs):
+            continue
+        live.update(values(node.inputs))
+        kept.append(node)
+    block.nodes = kept[::-1]
+
+
+def _has_effects(block: Block) -> bool:
+    return any(_has_effects(n.body) if isinstance(n, Loop) else n.has_effects for n in block.nodes)

@@ -1,0 +1,32 @@
+"""What holds for every test: JAX on the CPU, shapes checked as annotated, reproducible hypothesis runs, gpu tests skipped."""
+
+from __future__ import annotations
+
+import os
+
+# Before JAX is imported. The GPU tests name their platform themselves: JAX_PLATFORMS=cuda,cpu (see `make gpu`).
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jaxtyping
+import pytest
+
+# Before jaxarena is imported: every function of jaxarena.ops then checks the shapes and dtypes of its annotations when called.
+jaxtyping.install_import_hook("jaxarena.ops", "beartype.beartype")
+
+# derandomize: a failure in one run is a failure in all. No deadline: the first example of a shape waits for XLA to compile.
+hypothesis.settings.register_profile(
+    "jaxarena", max_examples=20, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("jaxarena")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import jax  # a run without gpu tests starts no backend here
+
+    if jax.default_backend() != "gpu":
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda,cpu"))
