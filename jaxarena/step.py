@@ -118,10 +118,10 @@ class Step:
         out_tree = jax.tree.structure(traced.out_info)
         known = self._planned.get(id(jaxpr))
         if known is None:
-            scheduled = schedule(Graph(jaxpr), self._name)
+            scheduled = schedule(Graph(traced), self._name)
             plan = Plan(scheduled.form, place(scheduled.form, reuse=self._reuse), scheduled.temporaries)
             known = (jaxpr, scheduled, plan)
-            if not any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
+            if not any(isinstance(c, jax.core.Tracer) for c in scheduled.graph.constants):
                 # The jaxpr is kept with the entry, so that its id stays its own.
                 self._planned[id(jaxpr)] = known
         return known[1], known[2], out_tree
@@ -161,12 +161,13 @@ class Step:
 def _match_static(function: Callable[..., Any], nums: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """As in ``jax.jit``, a static argument is static whether it is passed by position or by keyword."""
     try:
-        parameters = list(inspect.signature(function).parameters)
+        signature = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return nums, names
-    nums = tuple(n % len(parameters) if n < 0 else n for n in nums)
-    names = tuple(dict.fromkeys((*names, *(parameters[n] for n in nums if n < len(parameters)))))
-    nums = tuple(dict.fromkeys((*nums, *(parameters.index(n) for n in names if n in parameters))))
+    positional = [p.name for p in signature.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    nums = tuple(n + len(positional) if n < 0 else n for n in nums)
+    names = tuple(dict.fromkeys((*names, *(positional[n] for n in nums if n < len(positional)))))
+    nums = tuple(dict.fromkeys((*nums, *(positional.index(n) for n in names if n in positional))))
     return nums, names
 
 

@@ -9,7 +9,7 @@ sliced out: on the CPU, reinterpreting the whole arena under another element wid
 - two words: ``scale = amax / 32639``, ``v = round(x / scale)``, ``word = floor((v + 128) / 256)`` in [-127, 127],
   ``low = v - 256 * word`` in [-128, 127], and ``x ~ scale * (256 * word + low)``: 15 bits and a sign.
 
-The error of a value is at most ``scale / 2``. A block whose amax is zero or subnormal has scale 0 and decodes to zeros. A scale is
+The error of a value is at most ``scale / 2``, and the roundings of f32. A block whose amax is zero or subnormal has scale 0 and decodes to zeros. A scale is
 never below the smallest normal number; in a block too small for that, words stay at or below ``amax / scale``, so that it decodes
 within its own amax. A block that holds a NaN or an Inf has scale NaN and words 0: all of it decodes to NaN, and no other block
 changes.
@@ -302,8 +302,10 @@ def _quantize_blocks(blocks: jax.Array, words: int) -> tuple[jax.Array, jax.Arra
     """Words, low words and scales of ``[..., 128]``, one scale a block."""
     x = blocks.astype(jnp.float32)
     levels = _LEVELS[words]
-    amax = jnp.max(jnp.abs(x), axis=-1)
-    finite = jnp.isfinite(amax)
+    # The largest magnitude by its bits, which order NaN above Inf above all numbers: XLA's floating-point maximum loses NaNs on the CPU.
+    top = jnp.max(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF), axis=-1)
+    finite = top < jnp.uint32(0x7F800000)
+    amax = lax.bitcast_convert_type(top, jnp.float32)
     coded = finite & (amax >= _TINY)
     small = amax < levels * _TINY
     scale = jnp.where(coded, jnp.maximum(amax / levels, _TINY), 1.0)

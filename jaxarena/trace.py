@@ -8,7 +8,7 @@ barrier on its inputs, or XLA would merge the recomputation with the first pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,31 +20,26 @@ from jax.interpreters import partial_eval as pe
 from jaxarena.graph import Atom, Block, Equation, Loop, Node, Value, values
 from jaxarena.ops.interface import launch_of
 
-__all__ = ["Graph", "trace"]
+__all__ = ["Graph"]
 
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 
 
 class Graph:
-    """A traced step: ``inputs`` (closed-over constants first), ``block``, ``outputs``.
+    """A step as ``jax.jit(...).trace(...)`` gave it: ``inputs`` (closed-over constants first), ``block``, ``outputs``.
 
     Attributes:
       constants: the arrays for the first ``len(constants)`` inputs.
     """
 
-    def __init__(self, jaxpr: Any):
-        jaxpr, _ = pe.dce_jaxpr(jaxpr, True, instantiate=True)
-        self.constants: list[Any] = list(jaxpr.consts)
+    def __init__(self, traced: jax.stages.Traced):
+        self.constants: list[Any] = list(traced.closure_convert()[0])
+        jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, True, instantiate=True)
         self.inputs = [Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
         nodes: list[Node] = []
         self.outputs = _inline(jaxpr, [], self.inputs, nodes)
         self.block = Block(nodes)
         _drop_dead_code(self.block, set(values(self.outputs)))
-
-
-def trace(function: Callable[..., Any], *args: Any) -> Graph:
-    """The graph of ``function`` on arguments given as arrays or ``jax.ShapeDtypeStruct``."""
-    return Graph(jax.jit(function).trace(*args).jaxpr)
 
 
 def _inline(jaxpr: Any, constants: Sequence[Atom], arguments: Sequence[Atom], nodes: list[Node], scope: str = "") -> list[Atom]:

@@ -109,7 +109,7 @@ def attention_forward(
 ) -> tuple[Float[Array, "b t h dv"], Float[Array, "b h t"]]:
     """o and lse, a block of query rows at a time."""
     time, key_heads = q.shape[1], k.shape[2]
-    queries, (keys, values) = _blocks(q, key_heads), (_blocks(a, key_heads) for a in (k, v))
+    queries, keys, values = _blocks(q, key_heads), _key_blocks(k), _key_blocks(v)
     count = queries.shape[0]
 
     def row_block(i: Array, q: Array) -> tuple[Array, Array]:
@@ -119,7 +119,7 @@ def attention_forward(
             new_top = jnp.maximum(top, jnp.max(s, axis=-1))
             p, shrink = jnp.exp(s - new_top[..., None]), jnp.exp(top - new_top)
             total = shrink * total + jnp.sum(p, axis=-1)
-            return new_top, total, shrink[..., None] * o + _product("bgrqk,bgskv->bgrqv", p.astype(v.dtype), values[j])
+            return new_top, total, shrink[..., None] * o + _product("bgrqk,bgkv->bgrqv", p.astype(v.dtype), values[j])
 
         rows = q.shape[:-1]
         start = (_filled(q, rows, -jnp.inf), _filled(q, rows), _filled(q, (*rows, v.shape[-1])))
@@ -161,12 +161,11 @@ def attention_key_pass(
             dk = dk + _product("bgrqk,bgrqd->bgkd", ds.astype(q.dtype), q)
             return dk, dv + _product("bgrqk,bgrqd->bgkd", p.astype(do.dtype), do)
 
-        start = (_filled(k, (*k.shape[:2], *k.shape[3:])), _filled(v, (*v.shape[:2], *v.shape[3:])))
-        dk, dv = lax.fori_loop(j if causal else 0, count, row_block, start)
-        return (scale * dk).astype(k.dtype)[:, :, None], dv.astype(v.dtype)[:, :, None]
+        dk, dv = lax.fori_loop(j if causal else 0, count, row_block, (_filled(k, k.shape), _filled(v, v.shape)))
+        return (scale * dk).astype(k.dtype), dv.astype(v.dtype)
 
-    dk, dv = _over_blocks(key_block, _blocks(k, key_heads), _blocks(v, key_heads))
-    return _rows(dk, time), _rows(dv, time)
+    dk, dv = _over_blocks(key_block, _key_blocks(k), _key_blocks(v))
+    return _rows(dk[:, :, :, None], time), _rows(dv[:, :, :, None], time)
 
 
 @launch("attention_query_pass", row_ndim=2)
@@ -183,13 +182,13 @@ def attention_query_pass(
 ) -> Float[Array, "b t h d"]:
     """dq, a block of query rows at a time."""
     time, key_heads = q.shape[1], k.shape[2]
-    keys, values = (_blocks(a, key_heads) for a in (k, v))
+    keys, values = _key_blocks(k), _key_blocks(v)
     count = keys.shape[0]
 
     def row_block(i: Array, q: Array, do: Array, lse: Array, terms: Array) -> Array:
         def key_block(j: Array, dq: Array) -> Array:
             _, ds = _score_gradients(q, keys[j], values[j], do, lse, terms, i, j, time=time, causal=causal, scale=scale)
-            return dq + _product("bgrqk,bgskd->bgrqd", ds.astype(k.dtype), keys[j])
+            return dq + _product("bgrqk,bgkd->bgrqd", ds.astype(k.dtype), keys[j])
 
         dq = lax.fori_loop(0, i + 1 if causal else count, key_block, _filled(q, q.shape))
         return (scale * dq).astype(q.dtype)
@@ -198,11 +197,11 @@ def attention_query_pass(
 
 
 def _scores(
-    q: Float[Array, "b g r i d"], k: Float[Array, "b g 1 j d"], row: Array, column: Array, *, time: int, causal: bool, scale: float
+    q: Float[Array, "b g r i d"], k: Float[Array, "b g j d"], row: Array, column: Array, *, time: int, causal: bool, scale: float
 ) -> Float[Array, "b g r i j"]:
     """Scores of a query block against a key block, -inf where a row does not see a key."""
-    s = scale * _product("bgrqd,bgskd->bgrqk", q, k)
-    block = k.shape[3]
+    s = scale * _product("bgrqd,bgkd->bgrqk", q, k)
+    block = k.shape[2]
     query = row * block + lax.broadcasted_iota(jnp.int32, (block, block), 0)
     key = column * block + lax.broadcasted_iota(jnp.int32, (block, block), 1)
     return jnp.where((key <= query if causal else key < time), s, -jnp.inf)
@@ -214,7 +213,7 @@ def _score_gradients(
     """p and ds of a query block against a key block."""
     s = _scores(q, k, row, column, time=time, causal=causal, scale=scale)
     p = jnp.exp(s - lse[..., None])
-    return p, p * (_product("bgrqv,bgskv->bgrqk", do, v) - terms[..., None])
+    return p, p * (_product("bgrqv,bgkv->bgrqk", do, v) - terms[..., None])
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
@@ -236,10 +235,14 @@ def _blocks(a: Float[Array, "b t h d"], key_heads: int, fill: float = 0.0) -> Fl
     """Cuts time into blocks, the last filled up, and the heads into key heads and the r heads that share each."""
     batch, time, heads, size = a.shape
     block = min(_BLOCK, max(time, 1))
-    count = -(-time // block)
+    count = max(-(-time // block), 1)
     a = jnp.pad(a, ((0, 0), (0, count * block - time), (0, 0), (0, 0)), constant_values=fill)
     a = a.reshape(batch, count, block, key_heads, heads // key_heads, size)
     return a.transpose(1, 0, 3, 4, 2, 5)
+
+
+def _key_blocks(a: Float[Array, "b t g d"]) -> Float[Array, "n b g block d"]:
+    return _blocks(a, a.shape[2])[:, :, :, 0]
 
 
 def _rows(a: Float[Array, "n b g r block d"], time: int) -> Float[Array, "b t h d"]:

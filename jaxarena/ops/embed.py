@@ -36,7 +36,9 @@ def embed(tokens: Int[Array, "*rows"], table: Float[Array, "v d"]) -> Float[Arra
       table: ``[v, d]``, bfloat16 or float32, ``v`` at least 1.
 
     Returns:
-      ``[..., d]`` in the dtype of ``table``.
+      ``[..., d]`` in the dtype of ``table``, exactly the table's rows. The gradient is within ``tolerance(dtype, n)`` of float64,
+      n the most often a token occurs (:func:`jaxarena.testing.tolerance`). With tokens sharded over devices and no
+      ``jax.shard_map``, XLA gathers all tokens for the gradient's sort and sums the sorted rows over devices.
 
     Raises:
       TypeError: ``tokens`` is not int32, or ``table`` not bfloat16 or float32.

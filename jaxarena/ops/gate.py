@@ -36,7 +36,7 @@ def gate(x: Float[Array, "*rows d"], gate: Float[Array, "*rows d"], *, activatio
       activation: ``"sigmoid"`` or ``"silu"``.
 
     Returns:
-      ``[..., d]`` in the dtype of ``x``.
+      ``[..., d]`` in the dtype of ``x``, within ``tolerance(dtype, stages=2)`` of float64 (:func:`jaxarena.testing.tolerance`).
 
     Raises:
       TypeError: an array is not bfloat16 or float32.

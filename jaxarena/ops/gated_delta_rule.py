@@ -193,13 +193,14 @@ def _chunk(
 ) -> tuple[Float[Array, "b c hv dv"], Float[Array, "b hk r dk dv"]]:
     """One chunk's outputs in float32 and the state after it; r value heads share a key head."""
     batch, chunk, key_heads, _ = q.shape
-    repeats = v.shape[2] // key_heads
+    heads, size = v.shape[2:]
+    repeats = heads // key_heads
     # Reduced precision of the products would be amplified by the recurrence, so float32 operands get float32 products.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
     product = functools.partial(jnp.einsum, precision=precision)
 
     q, k = (_l2norm(x.astype(jnp.float32), config.l2norm_eps).transpose(0, 2, 1, 3) for x in (q, k))
-    v = v.astype(jnp.float32).reshape(batch, chunk, key_heads, repeats, -1).transpose(0, 2, 3, 1, 4)
+    v = v.astype(jnp.float32).reshape(batch, chunk, key_heads, repeats, size).transpose(0, 2, 3, 1, 4)
     g, beta = (x.reshape(batch, chunk, key_heads, repeats).transpose(0, 2, 3, 1) for x in (g, beta))
 
     decay = _pairwise_decay(g)
@@ -213,7 +214,7 @@ def _chunk(
     scores = decay * product("bhik,bhjk->bhij", q, k)[:, :, None]
     o = since_start * product("bhik,bhrkv->bhriv", q, state) + product("bhrij,bhrjv->bhriv", scores, writes)
     state = since_start[..., -1:, :] * state + product("bhjk,bhrjv->bhrkv", k, to_end * writes)
-    return config.scale * o.transpose(0, 3, 1, 2, 4).reshape(batch, chunk, key_heads * repeats, -1), state
+    return config.scale * o.transpose(0, 3, 1, 2, 4).reshape(batch, chunk, heads, size), state
 
 
 def _pairwise_decay(g: Float[Array, "*heads c"]) -> Float[Array, "*heads c c"]:

@@ -56,7 +56,8 @@ def project(
       activation: None or ``"swiglu"``.
 
     Returns:
-      ``[..., n]`` in the dtype of ``x``.
+      ``[..., n]`` in the dtype of ``x``. Within ``tolerance(dtype, length of the sum)`` of float64, gradients too; with swiglu
+      ``stages=3`` for gradients, as kept rows are rounded (:func:`jaxarena.testing.tolerance`).
 
     Raises:
       TypeError: an array is not bfloat16 or float32, or ``weight`` or ``residual`` has another dtype than ``x``.

@@ -59,7 +59,8 @@ def rms_norm(
 
     Returns:
       ``y``, shape and dtype of ``x``; with a residual the pair ``(y, s)``, where ``s = x + residual`` is what was normed.
-      Sums are float32; ``y`` is rounded once.
+      Sums are float32; ``y`` is rounded once. Within ``tolerance(dtype, d)`` of float64 (:func:`jaxarena.testing.tolerance`),
+      the weight's gradient ``tolerance(dtype, number of rows)``.
 
     Raises:
       TypeError: an array is not bfloat16 or float32, ``residual`` has another dtype than ``x``, ``eps`` or ``offset`` is not a
@@ -169,9 +170,7 @@ def _add_rms_norm_fwd(
     return (y, s), (s, weight)
 
 
-def _add_rms_norm_bwd(
-    eps: float, offset: float, kept: tuple[Array, Array], gradients: tuple[Array, Array]
-) -> tuple[Array, Array, Array]:
+def _add_rms_norm_bwd(eps: float, offset: float, kept: tuple[Array, Array], gradients: tuple[Array, Array]) -> tuple[Array, Array, Array]:
     s, weight = kept
     dy, ds = gradients
     dx = add_rms_norm_dx(s, weight, dy, ds, eps=eps, offset=offset)

@@ -44,7 +44,8 @@ def rotary(
       rotary_dim: even, at most the head size; None for the head size, which must then be even.
 
     Returns:
-      The shape and dtype of ``x``; elements from ``rotary_dim`` on are those of ``x``, unchanged.
+      The shape and dtype of ``x``; elements from ``rotary_dim`` on are those of ``x``, unchanged. Within
+      ``tolerance(dtype)`` of float64 besides the error of the angles, stated above (:func:`jaxarena.testing.tolerance`).
 
     Raises:
       TypeError: ``x`` is not bfloat16 or float32, ``positions`` not int32, ``base`` not a number or ``rotary_dim`` not an int.

@@ -39,7 +39,8 @@ def short_conv(x: Float[Array, "b t c"], weight: Float[Array, "k c"], *, activat
       activation: ``"silu"``, or None for none.
 
     Returns:
-      ``[batch, time, channels]`` in the dtype of ``x``; sums are float32, rounded once.
+      ``[batch, time, channels]`` in the dtype of ``x``; sums are float32, rounded once. Within ``tolerance(dtype, taps, stages=2)``
+      of float64, the weight's gradient ``tolerance(dtype, batch * time, stages=2)`` (:func:`jaxarena.testing.tolerance`).
 
     Raises:
       TypeError: an array is not bfloat16 or float32.

@@ -37,8 +37,11 @@ def from_plain(kind: Any, data: Any) -> Any:
     if origin is frozenset:
         return frozenset(from_plain(args[0], d) for d in data)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: from_plain(hints[name], d) for name, d in data.items()})
+        hints: dict[str, Any] = typing.get_type_hints(kind)
+        make: Any = kind
+        if unknown := data.keys() - hints.keys():
+            raise TypeError(f"{make.__name__} has no field {min(unknown)!r}")
+        return make(**{name: from_plain(hints[name], d) for name, d in data.items()})
     if isinstance(kind, type) and issubclass(kind, tuple):
         hints = typing.get_type_hints(kind)
         return kind(*(from_plain(k, d) for k, d in zip(hints.values(), data, strict=True)))

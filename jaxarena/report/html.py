@@ -92,7 +92,7 @@ def _facts(plan: Plan, drawn: Scene) -> str:
         ("Ratio", f"{plan.ratio:.3f}", plan.verdict, good),
         ("Without sharing", human(drawn.unshared), more, ""),
         ("XLA temporaries", f"~ {human(plan.xla_bytes)}", "at most, estimated", ""),
-        ("Launches", str(len(form.launches)), f"{len(plan.arena.placed)} arrays, {len(form.loops)} loops", ""),
+        ("Launches", str(len(form.launches)), f"arrays {len(plan.arena.placed)}, loops {len(form.loops)}", ""),
     ]
     return "\n".join(
         f'<div class="{tone}"><dt>{name}</dt><dd>{value}</dd><dd class="small">{note}</dd></div>' for name, value, note, tone in facts
@@ -128,7 +128,7 @@ def _figure(plan: Plan, drawn: Scene) -> str:
 <div class="scroll" id="scroll">
 <div class="panels" id="panels" tabindex="0" role="application" aria-label="Memory over time: {summary}">
 <svg class="loops" aria-hidden="true">{_loop_heads(plan)}</svg>
-<svg class="arena" id="arena" data-top="{top:.0f}">
+<svg class="arena" id="arena" data-top="{top}">
 {_HATCH}{bands}{_grid(offsets, top)}{_boxes(plan, drawn, top)}{_levels(plan, top)}
 </svg>
 <svg class="strip" id="strip">{_strip(plan, drawn)}</svg>
@@ -215,14 +215,14 @@ def _describe(plan: Plan, box: Box) -> str:
 
 
 def _levels(plan: Plan, top: float) -> str:
-    """The bound, and the arena's end where it lies above."""
-    bound = plan.bound
-    y = _percent(top - bound, top)
-    lines = f'<line class="bound" x1="0" x2="100%" y1="{y}" y2="{y}"><title>lower bound {human(bound)}</title></line>'
-    if plan.bytes > bound:
-        y = _percent(top - plan.bytes, top)
-        lines += f'<line class="end" x1="0" x2="100%" y1="{y}" y2="{y}"><title>arena {human(plan.bytes)}</title></line>'
-    return lines
+    """The arena's end where it lies above the bound, and the bound over it."""
+    at = [("end", "arena", plan.bytes)] if plan.bytes > plan.bound else []
+    at.append(("bound", "lower bound", plan.bound))
+    return "".join(
+        f'<line class="{name}" x1="0" x2="100%" y1="{_percent(top - height, top)}" y2="{_percent(top - height, top)}">'
+        f"<title>{meaning} {human(height)}</title></line>"
+        for name, meaning, height in at
+    )
 
 
 def _strip(plan: Plan, drawn: Scene) -> str:

@@ -106,9 +106,9 @@ def _loops(plan: Plan, arena: Axes, profile: Axes) -> None:
 
 
 def _levels(plan: Plan, axes: Axes) -> None:
-    axes.axhline(plan.bound, color=_BOUND, linewidth=1.2, linestyle=_DASHES, zorder=4)
     if plan.bytes > plan.bound:
         axes.axhline(plan.bytes, color=_INK, linewidth=1.2, zorder=4)
+    axes.axhline(plan.bound, color=_BOUND, linewidth=1.2, linestyle=_DASHES, zorder=5)
 
 
 def _boxes(drawn: Scene, axes: Axes) -> None:

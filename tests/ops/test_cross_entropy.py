@@ -78,11 +78,12 @@ def test_N8_large(rows, vocabulary):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 40000])
-def test_N8_the_block_size_does_not_matter(block_bytes, monkeypatch):
+@pytest.mark.parametrize("b,t", [(1, 131), (3, 41), (41, 3)])
+def test_N8_the_block_size_does_not_matter(b, t, block_bytes, monkeypatch):
     """Blocks of other sizes, with a last one that overlaps; the references are called as they are, past any cache of shapes."""
-    hidden, head, labels = arguments((131,), 9, 203, jnp.float32, low=-3)
+    hidden, head, labels = arguments((b, t), 9, 203, jnp.float32, low=-3)
     labels = jnp.maximum(labels, -1)
-    dloss = normal(5, (131,))
+    dloss = normal(5, (b, t))
 
     def run():
         loss, lse = cross_entropy_forward.reference(hidden, head, labels)
@@ -92,8 +93,8 @@ def test_N8_the_block_size_does_not_matter(block_bytes, monkeypatch):
     whole = run()
     module = importlib.import_module("jaxarena.ops.cross_entropy")
     monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(module, "MIN_BLOCK", 7)
-    assert module._block(131, 203) < 131
+    monkeypatch.setattr(module, "MIN_ROWS", 7)
+    assert module._block(max(b, t), min(b, t), 203) < max(b, t)
     chex.assert_trees_all_close(run(), whole, rtol=2e-5, atol=1e-5)
 
 

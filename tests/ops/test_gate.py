@@ -33,7 +33,13 @@ ACTIVATIONS = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}
 def test_matches_the_oracle(shape, dtype, activation):
     args = [normal(0, shape, dtype), normal(1, shape, dtype, scale=3.0)]
     check_against_oracle(
-        functools.partial(gate, activation=activation), lambda x, g: x * ACTIVATIONS[activation](g), args, (0, 1), dtype=dtype, terms=1, stages=2
+        functools.partial(gate, activation=activation),
+        lambda x, g: x * ACTIVATIONS[activation](g),
+        args,
+        (0, 1),
+        dtype=dtype,
+        terms=1,
+        stages=2,
     )
 
 

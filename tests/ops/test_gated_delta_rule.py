@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 
 import chex
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,9 +53,9 @@ def unit(x):
 
 
 def arguments(shape, dtype=jnp.float32, gates=None):
-    """q, k, v, g, beta for (batch, time, key heads, value heads, dk, dv); ``gates`` is the value of every g."""
+    """q, k, v, g, beta for (batch, time, key heads, value heads, dk, dv); ``gates`` gives g, alike everywhere if a number."""
     b, t, hk, hv, dk, dv = shape
-    g = jax.nn.log_sigmoid(normal(3, (b, t, hv))) if gates is None else jnp.full((b, t, hv), gates, jnp.float32)
+    g = jax.nn.log_sigmoid(normal(3, (b, t, hv))) if gates is None else jnp.broadcast_to(jnp.asarray(gates, jnp.float32), (b, t, hv))
     beta = jax.nn.sigmoid(normal(4, (b, t, hv)))
     return [unit(normal(0, (b, t, hk, dk), dtype)), unit(normal(1, (b, t, hk, dk), dtype)), normal(2, (b, t, hv, dv), dtype), g, beta]
 
@@ -78,7 +76,7 @@ def test_D1_any_length(shape):
     check(arguments(shape))
 
 
-@pytest.mark.parametrize(("dtype", "time"), [(jnp.float32, 128), (jnp.bfloat16, 129), (jnp.bfloat16, 2)])
+@pytest.mark.parametrize(("dtype", "time"), [(jnp.float32, 128), (jnp.bfloat16, 129)])
 def test_D1_normed_keys(dtype, time):
     b, h, d = 2, 3, 10
     args = arguments((b, time, h, h, d, 7), dtype)
@@ -91,11 +89,10 @@ def test_D10_all_axes_different(dtype):
     check(arguments((2, 70, 3, 6, 32, 48), dtype), dtype)
 
 
-@hypothesis.settings(max_examples=8)
-@hypothesis.given(time=st.integers(1, 40), chunk_size=st.integers(1, 50))
-def test_the_chunk_size_changes_only_rounding(time, chunk_size):
-    args = arguments((1, time, 1, 2, 4, 3))
-    chex.assert_trees_all_close(gated_delta_rule(*args, chunk_size=chunk_size), naive(*args).astype(jnp.float32), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("chunk_size", [1, 6, 20, 50])
+def test_the_chunk_size_changes_only_rounding(chunk_size):
+    args = arguments((1, 20, 1, 2, 4, 3))
+    assert_close_to_oracle(gated_delta_rule(*args, chunk_size=chunk_size), oracle(naive, *args), dtype=jnp.float32, terms=80)
 
 
 def test_D2_identity_keys_store_the_values():
@@ -115,19 +112,19 @@ def test_D2_the_same_key_overwrites():
     chex.assert_trees_all_equal(gated_delta_rule(key, key, v, zero, one, scale=1.0), v)
 
 
+@jax.jit
+def value_and_cotangents(args, do):
+    o, pull_back = jax.vjp(gated_delta_rule, *args)
+    return o, pull_back(do)
+
+
 @pytest.mark.parametrize("gate", [-20.0, -100.0, -1e4, -np.inf])
 def test_D3_one_large_gate_forgets(gate):
     args = arguments((1, 70, 1, 2, 8, 5), gates=-1e-2)
     args[3] = args[3].at[:, 40].set(gate)
     do = normal(9, (1, 70, 2, 5)).at[:, :40].set(0.0)
-
-    @jax.jit
-    def run(args, do):
-        o, pull_back = jax.vjp(gated_delta_rule, *args)
-        return o, pull_back(do)
-
-    o, (dq, dk, dv, dg, dbeta) = run(args, do)
-    fresh, gradients = run([a[:, 40:] for a in args], do[:, 40:])
+    o, (dq, dk, dv, dg, dbeta) = value_and_cotangents(args, do)
+    fresh, gradients = value_and_cotangents([a[:, 40:] for a in args], do[:, 40:])
     limit = 1e-4 if gate == -20.0 else 1e-6
     chex.assert_trees_all_close(o[:, 40:], fresh, atol=limit)
     chex.assert_trees_all_close(tuple(d[:, 40:] for d in (dq, dk, dv, dbeta)), (*gradients[:3], gradients[4]), atol=limit)
@@ -136,15 +133,13 @@ def test_D3_one_large_gate_forgets(gate):
     chex.assert_tree_all_finite((dq, dk, dv, dg, dbeta))
 
 
-@pytest.mark.parametrize("gate", [0.0, -1e-4, -1e4, -np.inf])
-def test_D3_all_gates_alike(gate):
-    check(arguments((1, 67, 1, 2, 6, 5), gates=gate))
-
-
-def test_D3_large_gates_of_every_size():
-    args = arguments((1, 67, 1, 2, 6, 5))
-    args[3] = -jnp.asarray(np.random.default_rng(0).uniform(1, 6, args[3].shape), jnp.float32)
-    check(args)
+def test_D3_gates_of_every_size():
+    shape = (1, 67, 1, 2, 6, 5)
+    run, run_naive = (jax.jit(functools.partial(value_and_gradients, op, argnums=ALL)) for op in (gated_delta_rule, naive))
+    random = -np.random.default_rng(0).uniform(1, 6, (1, 67, 2))
+    for gates in (0.0, -1e-4, random, -1e4, -np.inf):
+        args = arguments(shape, gates=gates)
+        assert_close_to_oracle(run(args), oracle(run_naive, args), dtype=jnp.float32, terms=67 * 6)
 
 
 def test_D6_gates_of_zero_are_the_ungated_rule():

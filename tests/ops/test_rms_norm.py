@@ -54,7 +54,8 @@ def test_matches_the_oracle(shape, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_with_residual_matches_the_oracle_in_f32(shape):
-    check_against_oracle(with_residual, naive, arguments(shape, jnp.float32), (0, 1, 2), dtype=jnp.float32, terms=int(np.prod(shape)), stages=2)
+    terms = int(np.prod(shape))
+    check_against_oracle(with_residual, naive, arguments(shape, jnp.float32), (0, 1, 2), dtype=jnp.float32, terms=terms, stages=2)
 
 
 def test_with_residual_norms_the_rounded_sum_in_bf16():

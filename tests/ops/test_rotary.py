@@ -40,16 +40,20 @@ def naive(x, positions=None, *, base=10000.0, rotary_dim=None):
 def test_matches_the_oracle(shape, params, dtype):
     # Angles reach the time's length in radians: each radian adds one unit of float32 round-off.
     check_against_oracle(
-        functools.partial(rotary, **params), functools.partial(naive, **params), [normal(0, shape, dtype)], (0,), dtype=dtype, terms=shape[1] ** 2
+        functools.partial(rotary, **params),
+        functools.partial(naive, **params),
+        [normal(0, shape, dtype)],
+        (0,),
+        dtype=dtype,
+        terms=shape[1] ** 2,
     )
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 7)])
 def test_positions_match_the_oracle(shape):
     positions = integers(1, shape, 0, 50)
-    check_against_oracle(
-        lambda x, p: rotary(x, positions=p), lambda x, p: naive(x, p), [normal(0, (2, 7, 3, 8)), positions], (0,), dtype=jnp.float32, terms=50**2
-    )
+    args = [normal(0, (2, 7, 3, 8)), positions]
+    check_against_oracle(lambda x, p: rotary(x, positions=p), naive, args, (0,), dtype=jnp.float32, terms=50**2)
 
 
 def test_default_positions_count_from_zero():
@@ -104,9 +108,7 @@ def test_the_gradient_is_one_launch_and_keeps_no_forward():
 
 
 def test_vmap_is_a_loop():
-    check_vmap(
-        lambda x, p: rotary(x, positions=p), [normal(0, (3, 2, 5, 2, 4)), integers(1, (3, 5), 0, 9)], (0,), (0, 0)
-    )
+    check_vmap(lambda x, p: rotary(x, positions=p), [normal(0, (3, 2, 5, 2, 4)), integers(1, (3, 5), 0, 9)], (0,), (0, 0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
