@@ -7,9 +7,9 @@ what indexes the arena at run time is a row number, which must fit a signed 32-b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -162,12 +162,19 @@ class Arena:
 
     def live_at(self, launch: int) -> tuple[Placed | PlacedScratch, ...]:
         """What lives while launch ``launch`` runs: arrays first, then its scratch."""
-        return tuple(self._live(launch))
+        arrays = (p for p in self.placed if p.lives_at(launch))
+        return (*arrays, *(s for s in self.scratch if s.lives_at(launch)))
 
     def live_bytes(self, launch: int) -> int:
         """Bytes that live while launch ``launch`` runs, each array aligned."""
-        return sum(round_up(p.bytes, ALIGN) for p in self._live(launch))
+        return self._loads[launch] if 0 <= launch < len(self._loads) else 0
 
-    def _live(self, launch: int) -> Iterator[Placed | PlacedScratch]:
-        yield from (p for p in self.placed if p.lives_at(launch))
-        yield from (s for s in self.scratch if s.lives_at(launch))
+    @cached_property
+    def _loads(self) -> tuple[int, ...]:
+        """The live bytes of every launch up to the last at which something lives."""
+        spans = [(p.first, p.last, p.bytes) for p in self.placed] + [(s.launch, s.launch, s.bytes) for s in self.scratch]
+        change = [0] * (max((last for _, last, _ in spans), default=-1) + 2)
+        for first, last, size in spans:
+            change[first] += round_up(size, ALIGN)
+            change[last + 1] -= round_up(size, ALIGN)
+        return tuple(accumulate(change))

@@ -42,7 +42,7 @@ def decide(residences: Residences, block: Block, outside: set[Value]) -> None:
             for value, row_ndim in zip(node.outputs, node.launch.row_ndims(len(node.outputs)), strict=True):
                 layout = layout_of(value.aval, row_ndim)
                 if value not in outside and layout is not None:
-                    residences.own(value, layout, block, node.launch.name)
+                    residences.own(value, layout, block)
             nodes.append(node)
         elif node.primitive is jp.concatenate_p and residences.join(node, outside, block):
             pass
@@ -121,13 +121,13 @@ class _LoopSlots:
             return
         n = loop.length
         if not is_kept and self._is_read_before_written(carry, out):
-            home = Home(layout, self.block, 1, label="carry")
+            home = Home(layout, self.block, 1, role="carry")
             slots = HERE, HERE
         elif not is_kept:
-            home = Home(layout, self.block, 2, label="carry")
+            home = Home(layout, self.block, 2, role="carry")
             slots = Slot(self.name, 0, 1, 2), Slot(self.name, 1, 1, 2)
         else:
-            home = Home(layout, self.block, n + 1, label="carry")
+            home = Home(layout, self.block, n + 1, role="carry")
             slots = (Slot(self.name, n, -1), Slot(self.name, n - 1, -1)) if loop.reverse else (Slot(self.name, 0, 1), Slot(self.name, 1, 1))
         self.carried[k] = _Carry(home, *slots, is_kept)
         self.residences[carry] = Residence(home, layout, full_view(layout), slots[0])
@@ -172,7 +172,7 @@ class _LoopSlots:
         for index, y, stack in kept:
             layout = self._layout_of_kept(y)
             if y not in stacked and layout is not None:
-                home = Home(layout, self.block, n, label="kept xla")
+                home = Home(layout, self.block, n, role="kept")
                 loop.ys[index] = self._put(y, home, slot, loop.body, loop.body.nodes)
                 stacked[y] = Residence(home, layout, full_view(layout), Slot(None, 0), n)
             if y in stacked:
@@ -188,7 +188,7 @@ class _LoopSlots:
         for home, views in parts.items():
             if sum(layout.bytes for _, layout in views) < home.layout.bytes:
                 continue
-            stack = Home(home.layout, self.block, self.loop.length, label=f"kept {home.label}")
+            stack = Home(home.layout, self.block, self.loop.length, role="kept")
             home.become_part(stack, slot)
             for (view, layout), values_there in views.items():
                 for y in values_there:
@@ -223,13 +223,13 @@ class _LoopSlots:
             residence = self.residences.get(atom)
             maker = next((n for n in block.nodes if atom in n.outputs), None)
             if residence is None and isinstance(maker, Equation):
-                residence = self.residences.own(atom, home.layout, block, "xla")
+                residence = self.residences.own(atom, home.layout, block)
             if residence is not None and residence.is_whole and residence.home.layout == home.layout and residence.home.block is block:
                 residence.home.become_part(home, slot)
                 return atom
         copy = Value(atom.aval)
         copies.append(Equation(jp.copy_p, {}, None, [atom], [copy], self.loop.scope))
-        made = self.residences.own(copy, home.layout, block, "copy")
+        made = self.residences.own(copy, home.layout, block)
         made.home.become_part(home, slot)
         return copy
 

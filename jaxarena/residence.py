@@ -48,10 +48,13 @@ def layout_of(aval: Any, row_ndim: int | None = None) -> Layout | None:
 
 
 class Home:
-    """Arena memory of one array, or of a stack of ``slots`` equal ones; it may turn out to be a part of another home."""
+    """Arena memory of one array, or of a stack of ``slots`` equal ones; it may turn out to be a part of another home.
 
-    def __init__(self, layout: Layout, block: Block, slots: int = 1, label: str = ""):
-        self.layout, self.block, self.slots, self.label = layout, block, slots, label
+    ``role`` says in the plan what it is beside a launch's result: ``kept`` or ``carry`` of a loop, or ``join``.
+    """
+
+    def __init__(self, layout: Layout, block: Block, slots: int = 1, role: str = ""):
+        self.layout, self.block, self.slots, self.role = layout, block, slots, role
         self.parent: Home | None = None
         self.row = 0  # of this home's first row within the parent's (slot)
         self.slot = HERE  # of the parent
@@ -100,9 +103,9 @@ class Residences(dict[Value, Residence]):
         super().__init__()
         self.outside: set[Value] = set()
 
-    def own(self, value: Value, layout: Layout, block: Block, label: str) -> Residence:
+    def own(self, value: Value, layout: Layout, block: Block, role: str = "") -> Residence:
         """Gives ``value`` a home of its own."""
-        home = Home(layout, block, label=label)
+        home = Home(layout, block, role=role)
         self[value] = Residence(home, layout, panels.full_view(layout))
         return self[value]
 

@@ -100,11 +100,14 @@ class _Writer:
         self.loops: list[LoopSpan] = []
         self.loop_names: dict[str, str] = {}
         self.counts: collections.Counter[str] = collections.Counter()
+        self.taken: set[str] = set()
         self.home_names: dict[Home, str] = {}
         self.value_names: dict[Value, str] = {}
         self.tensors: list[Tensor] = []
         self.aliases: list[Alias] = []
-        self.first: dict[Value, int] = {}  # of XLA's arrays: the launch that makes them
+        # Of XLA's arrays: what makes them, and the launches between which they live.
+        self.maker: dict[Value, str] = {}
+        self.first: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
 
     def schedule(self) -> Schedule:
@@ -112,7 +115,7 @@ class _Writer:
         form = Form(self.name, tuple(self.tensors), tuple(self.aliases), tuple(self.launches), tuple(self.loops), frozenset(), frozenset())
         returned = set(values(self.graph.outputs))
         temporaries = [
-            Temporary(f"{self.launches[first].name}:{v.aval.str_short()}", v.aval.size * v.aval.dtype.itemsize, first, self.last[v])
+            Temporary(f"{self.maker[v]} {v.aval.str_short()}", v.aval.size * v.aval.dtype.itemsize, first, self.last[v])
             for v, first in self.first.items()
             if v not in returned and self.last.get(v, first) > first and hasattr(v.aval.dtype, "itemsize")
         ]
@@ -123,21 +126,28 @@ class _Writer:
             if isinstance(step, Repeat):
                 self._write_loop(step)
             elif isinstance(step, Region):
-                self._launch(_region_name(step), step.inputs, step.outputs)
+                self._launch(_region_name(step), step.inputs, step.outputs, step.equations[0].scope)
             else:
                 launch = step.launch
                 assert launch is not None
                 scratch = launch.scratch(*(a.aval for a in step.inputs), **step.params)
-                self._launch(launch.name, step.inputs, step.outputs, scratch)
+                self._launch(launch.name, step.inputs, step.outputs, step.scope, scratch)
 
-    def _launch(self, name: str, inputs: list[Atom] | list[Value], outputs: list[Value], scratch: tuple[Scratch, ...] = ()) -> None:
+    def _launch(
+        self, name: str, inputs: list[Atom] | list[Value], outputs: list[Value], scope: str = "", scratch: tuple[Scratch, ...] = ()
+    ) -> None:
         index = len(self.launches)
-        name = self._unique(name)
-        reads = tuple(dict.fromkeys(self._name(v) for v in values(inputs) if v in self.residences))
-        writes = tuple(dict.fromkeys(self._name(v) for v in outputs if v in self.residences))
+        name = self._numbered(f"{scope}/{name}" if scope else name)
+        reads = tuple(dict.fromkeys(self._name(v, name) for v in values(inputs) if v in self.residences))
+        writes = tuple(dict.fromkeys(self._name(v, name) for v in outputs if v in self.residences))
         self.launches.append(Launch(name, reads, writes, scratch))
         self._touch(values(inputs), index)
-        self.first.update({v: index for v in outputs if v not in self.residences})
+        self._make(outputs, name, index)
+
+    def _make(self, made: list[Value], maker: str, index: int) -> None:
+        for v in made:
+            if v not in self.residences:
+                self.maker[v], self.first[v] = maker, index
 
     def _touch(self, read: collections.abc.Iterable[Value], index: int) -> None:
         for v in read:
@@ -146,7 +156,7 @@ class _Writer:
 
     def _write_loop(self, repeat: Repeat) -> None:
         loop = repeat.loop
-        name = self._unique("scan")
+        name = self._numbered("scan")
         self.loop_names[str(id(loop))] = name
         # What the loop starts from and scans over as XLA arrays is read of the arena before it; what it hands on, at each turn's end.
         enters = [a for a, v in zip((*loop.init, *loop.xs), (*loop.carries, *loop.elements), strict=True) if v not in self.residences]
@@ -154,7 +164,8 @@ class _Writer:
             self._launch(f"{name} enters", enters, [])
         first = len(self.launches)
         self._touch(values(enters), first)
-        self.first.update({v: first for v in (*loop.carries, *loop.elements) if v not in self.residences})
+        self._make(loop.carries, f"{name} carry", first)
+        self._make(loop.elements, f"{name} slice", first)
         self._write(repeat.body)
         leaves = [a for a, v in zip((*loop.carry_outs, *loop.ys), loop.outputs, strict=True) if v not in self.residences]
         if any(v in self.residences for v in values(leaves)):
@@ -166,21 +177,21 @@ class _Writer:
         inside = {v for v, at in self.first.items() if at >= first}
         self.last.update({v: last for v in values(loop.inputs) if v in self.first and v not in inside})
         self.last.update({v: last for v in loop.carries if v in self.first})
-        self.first.update({v: first for v in loop.outputs if v not in self.residences})
+        self._make(loop.outputs, f"{name} result", first)
 
-    def _name(self, value: Value) -> str:
-        """The name of a value in the arena; on the first call, its home and its part are entered."""
+    def _name(self, value: Value, launch: str) -> str:
+        """The name of a value in the arena; when ``launch`` is the first to touch it, its home and its part are entered."""
         if value in self.value_names:
             return self.value_names[value]
         place = self.residences[value].resolved()
         home = place.home
         if home not in self.home_names:
-            self.home_names[home] = self._unique(home.label)
+            self.home_names[home] = self._free(f"{home.role} {launch}".strip())
             self.tensors.append(Tensor(self.home_names[home], home.layout, home.slots))
         if self.residences[value].is_whole:
             name = self.home_names[home]
         else:
-            name = self._unique(f"{self.home_names[home]}/part")
+            name = self._free(f"{self.home_names[home]} part")
             slot = Slot(self.loop_names[place.slot.loop], place.slot.start, place.slot.step, place.slot.modulus) if place.slot.loop else place.slot
             # A run of slots counts as read whole, also where only a part of each slot is.
             layout, view = (place.layout, place.view) if place.run is None else (home.layout, full_view(home.layout))
@@ -188,9 +199,18 @@ class _Writer:
         self.value_names[value] = name
         return name
 
-    def _unique(self, name: str) -> str:
+    def _numbered(self, name: str) -> str:
         self.counts[name] += 1
         return f"{name}.{self.counts[name]}"
+
+    def _free(self, name: str) -> str:
+        """``name``, or with a number of its own where it is taken (a launch with several results, several parts of a home)."""
+        free, k = name, 1
+        while free in self.taken:
+            k += 1
+            free = f"{name}:{k}"
+        self.taken.add(free)
+        return free
 
 
 def _region_name(region: Region) -> str:

@@ -9,10 +9,10 @@ sliced out: on the CPU, reinterpreting the whole arena under another element wid
 - two words: ``scale = amax / 32639``, ``v = round(x / scale)``, ``word = floor((v + 128) / 256)`` in [-127, 127],
   ``low = v - 256 * word`` in [-128, 127], and ``x ~ scale * (256 * word + low)``: 15 bits and a sign.
 
-The error of a value is at most ``scale / 2``, and the roundings of f32. A block whose amax is zero or subnormal has scale 0 and decodes to zeros. A scale is
-never below the smallest normal number; in a block too small for that, words stay at or below ``amax / scale``, so that it decodes
-within its own amax. A block that holds a NaN or an Inf has scale NaN and words 0: all of it decodes to NaN, and no other block
-changes.
+The error of a value is at most ``scale / 2``, and the roundings of f32. A block whose amax is zero or subnormal has scale 0 and
+decodes to zeros. Other scales are never below the smallest normal number; in a block too small for that, words stay at or below
+``amax / scale``, so that it decodes within its own amax. A block that holds a NaN or an Inf has scale NaN and words 0: all of it
+decodes to NaN, and no other block changes.
 
 **Reads and writes** move one array (or a view of one) out of or into the arena. Each passes its result and the arena through one
 ``lax.optimization_barrier``: without it XLA copies the whole arena at each read.
@@ -162,7 +162,8 @@ def write(arena: jax.Array, row: ArrayLike, layout: Layout, view: View, x: jax.A
     if home_rows is not None:
         _check_view("write", layout, view, home_rows)
     if layout.size:
-        arena = _put(arena, jnp.asarray(row, jnp.int32), layout, view, x)
+        # Finish x first: fused into the bytes it is split into, it would be computed again for each of them.
+        arena = _put(arena, jnp.asarray(row, jnp.int32), layout, view, lax.optimization_barrier(x))
     return lax.optimization_barrier(arena)
 
 

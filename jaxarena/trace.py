@@ -8,6 +8,7 @@ barrier on its inputs, or XLA would merge the recomputation with the first pass 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def _inline(jaxpr: Any, constants: Sequence[Atom], arguments: Sequence[Atom], no
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
-        name = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        name = "/".join(filter(None, (scope, _named_scopes(str(eqn.source_info.name_stack)))))
         if eqn.primitive.name in _CALLS:
             inner = eqn.params[_CALLS[eqn.primitive.name]]
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated", True):
@@ -65,6 +66,13 @@ def _inline(jaxpr: Any, constants: Sequence[Atom], arguments: Sequence[Atom], no
         else:
             nodes.append(Equation(eqn.primitive, eqn.params, eqn.ctx, inputs, outputs, name, bool(eqn.effects)))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _named_scopes(stack: str) -> str:
+    """The user's ``jax.named_scope`` names in a name stack: ``transpose(jvp(model))/layer0`` is ``model/layer0``."""
+    while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", stack)) != stack:
+        stack = plain
+    return "/".join(filter(None, stack.split("/")))
 
 
 def _constants(jaxpr: Any) -> list[Atom]:

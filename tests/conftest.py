@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # Before JAX is imported. The GPU tests name their platform themselves: JAX_PLATFORMS=cuda,cpu (see `make gpu`).
@@ -11,8 +12,10 @@ import hypothesis
 import jaxtyping
 import pytest
 
-# Before jaxarena is imported: every function of jaxarena.ops then checks the shapes and dtypes of its annotations when called.
-jaxtyping.install_import_hook("jaxarena.ops", "beartype.beartype")
+# Before jaxarena is imported: every function of jaxarena.ops then checks the shapes and dtypes of its annotations when called. An
+# environment given by PYTHON=... may lack beartype; then they go unchecked there.
+if importlib.util.find_spec("beartype"):
+    jaxtyping.install_import_hook("jaxarena.ops", "beartype.beartype")
 
 # derandomize: a failure in one run is a failure in all. No deadline: the first example of a shape waits for XLA to compile.
 hypothesis.settings.register_profile(

@@ -44,8 +44,9 @@ def assert_is_part(part: panels.Part, expected: np.ndarray, whole: Layout) -> No
 
 @st.composite
 def layouts(draw) -> Layout:
-    shape = tuple(draw(st.lists(st.integers(1, 3), max_size=2))) + (draw(st.sampled_from([1, 5, 8, 13, 16, 24])), draw(st.sampled_from([7, 64, 128, 200, 256, 384])))
-    return Layout(shape, draw(st.sampled_from(STORAGES)), 1)
+    leading = draw(st.lists(st.integers(1, 3), max_size=2))
+    rows, width = draw(st.sampled_from([1, 5, 8, 13, 16, 24])), draw(st.sampled_from([7, 64, 128, 200, 256, 384]))
+    return Layout((*leading, rows, width), draw(st.sampled_from(STORAGES)), 1)
 
 
 def test_docstring_example():

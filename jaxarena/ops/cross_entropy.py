@@ -60,7 +60,8 @@ def cross_entropy(
 
     Returns:
       A float32 scalar, within ``tolerance(float32, v, stages=2)`` of float64 whatever the arrays' dtype, gradients within
-      ``tolerance(dtype, longest sum, stages=2)`` (:func:`jaxarena.testing.tolerance`); 0 when every label is ignored. Under ``jax.shard_map`` the mean is that of one device's labels.
+      ``tolerance(dtype, longest sum, stages=2)`` (:func:`jaxarena.testing.tolerance`); 0 when every label is
+      ignored. Under ``jax.shard_map`` the mean is that of one device's labels.
 
     Raises:
       TypeError: ``hidden`` is not bfloat16 or float32, ``head`` has another dtype, ``labels`` is not int32 or ``ignore_index``

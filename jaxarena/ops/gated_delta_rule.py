@@ -18,17 +18,28 @@ Transformers with the Delta Rule over Sequence Length", 2024):
 
 Two choices keep it right for every gate from 0 to -inf. The sums of gates in D are each formed from the gates they contain:
 the difference of two cumulative sums would lose the small gates that follow a large one, and is NaN at -inf. And no
-positive number is ever exponentiated: the masked half of D is exp(0), set to zero. The system is solved by forward
-substitution, which is stable where a power series in A is not (equal keys with beta = 1 make A a triangle of ones).
+positive number is ever exponentiated: the masked half of D is exp(0), set to zero. I + A is inverted by halves, which is forward
+substitution on blocks and stable where a power series in A is not (equal keys with beta = 1 make A a triangle of ones).
 
-The backward pass keeps only the inputs: it recomputes the states at the starts of the chunks, then takes the chunks from last
-to first. All arithmetic is float32. Shapes: q, k (batch, time, key heads, dk); v (batch, time, value heads, dv); g, beta (batch,
+Only the states need the chunks one after another, so they alone are scanned; the rest is products batched over all chunks. The
+backward pass keeps only the inputs. It computes the states again and, with do scaled, P = D * Q K^T and E = V - diag(d) K S, scans
+the states' gradients from the last chunk to the first (to_end is the last row of D, S' the state after the chunk):
+
+    dU = P^T do + diag(to_end) K dS'       dR = (I + A)^-T dU        (R = diag(beta) E, the right-hand side)
+    dS = d_C dS' + (diag(d) Q)^T do - (diag(d) K)^T diag(beta) dR
+
+From these, for all chunks at once: dV = diag(beta) dR, dA = -dR U^T below the diagonal, dP = do U^T, and by the product rule the
+rest. The gradient of a sum of gates is that of its exponential times the exponential; each gate collects from the sums it is in.
+
+All arithmetic is float32. Shapes: q, k (batch, time, key heads, dk); v (batch, time, value heads, dv); g, beta (batch,
 time, value heads). Value head j reads key head j // (value heads / key heads).
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -141,14 +152,14 @@ def gated_delta_rule_forward(
     *,
     config: _Config,
 ) -> Float[Array, "b t hv dv"]:
-    """The outputs o, chunk by chunk."""
-
-    def step(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-        o, state = _chunk(state, *xs, config=config)
-        return state, o.astype(v.dtype)
-
-    _, o = lax.scan(step, _zero_state(q, v), _chunks(config.chunk, q, k, v, g, beta))
-    return _unchunk(o, v.shape)
+    """The outputs o: all chunks at once but for the states, which are scanned."""
+    product = _product_for(q.dtype)
+    chunks = _within_chunks(q, k, v, g, beta, config, product)
+    states, writes, _ = _scan_states(chunks, product)
+    scores = chunks.decay * _to_value_heads(product("...ik,...jk->...ij", chunks.q, chunks.k), v)
+    o = chunks.since_start * product("...ik,...kv->...iv", _to_value_heads(chunks.q, v), states)
+    o = o + product("...ij,...jv->...iv", scores, writes)
+    return _join(config.scale * o, v.shape).astype(v.dtype)
 
 
 @launch("gated_delta_rule_backward", row_ndim=(2, 2, 2, 0, 0))
@@ -162,121 +173,190 @@ def gated_delta_rule_backward(
     *,
     config: _Config,
 ) -> tuple[Float[Array, "b t hk dk"], Float[Array, "b t hk dk"], Float[Array, "b t hv dv"], Float[Array, "b t hv"], Float[Array, "b t hv"]]:
-    """dq, dk, dv, dg, dbeta: the states at the chunks' starts, then each chunk's gradient from the last to the first."""
-    xs = _chunks(config.chunk, q, k, v, g, beta)
+    """dq, dk, dv, dg, dbeta: the states again, their gradients from the last chunk to the first, then all chunks at once."""
+    product = _product_for(q.dtype)
+    c = _within_chunks(q, k, v, g, beta, config, product)
+    states, writes, errors = _scan_states(c, product)
+    q_heads, k_heads = _to_value_heads(c.q, v), _to_value_heads(c.k, v)
+    scores = c.decay * _to_value_heads(product("...ik,...jk->...ij", c.q, c.k), v)
+    do_chunks = config.scale * _cut(do, config.chunk)
 
-    def advance(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-        return _chunk(state, *xs, config=config)[1], state
+    dwrites = product("...ij,...iv->...jv", scores, do_chunks)
+    dread = product("...ik,...iv->...kv", c.since_start * q_heads, do_chunks)
+    dstates, dright = _scan_state_gradients(c, k_heads, dwrites, dread, product)
+    derrors = c.beta * dright
 
-    def step(dstate: Array, xs: tuple[Array, tuple[Array, ...], Array]) -> tuple[Array, tuple[Array, ...]]:
-        state, inputs, do = xs
-        _, vjp = jax.vjp(functools.partial(_chunk, config=config), state, *inputs)
-        dstate, *grads = vjp((do.astype(jnp.float32), dstate))
-        return dstate, tuple(grads)
+    # Through the states: what o reads, what the errors subtract, what the writes leave to the next chunk.
+    dq_read = c.since_start * product("...iv,...kv->...ik", do_chunks, states)
+    dk_left = c.decay[..., -1, :, None] * product("...jv,...kv->...jk", writes, dstates)
+    dk_heads = dk_left - product("...iv,...kv->...ik", c.since_start * derrors, states)
 
-    zero = _zero_state(q, v)
-    _, states = lax.scan(advance, zero, xs)
-    _, grads = lax.scan(step, zero, (states, xs, _chunks(config.chunk, do)[0]), reverse=True)
-    dq, dk, dv, dg, dbeta = (_unchunk(d, a.shape) for d, a in zip(grads, (q, k, v, g, beta), strict=True))
-    return dq, dk, dv, dg, dbeta
+    # Within a chunk: the scores, and the matrix of the system.
+    dscores = product("...iv,...jv->...ij", do_chunks, writes)
+    dsystem = -_strictly_lower(product("...iv,...jv->...ij", dright, writes))
+    dbeta = jnp.sum(dright * errors, axis=-1) + jnp.sum(dsystem * c.overlap, axis=-1)
+    doverlap = c.beta * dsystem
+    dqk, dkk = _to_key_heads(dscores * c.decay, q), _to_key_heads(doverlap * c.decay, q)
+    dq = _to_key_heads(dq_read, q) + product("...ij,...jk->...ik", dqk, c.k)
+    dk = _to_key_heads(dk_heads, q) + product("...ij,...ik->...jk", dqk, c.q)
+    dk = dk + product("...ij,...jk->...ik", dkk, c.k) + product("...ij,...ik->...jk", dkk, c.k)
 
+    # A decay is an exponential: the gradient of its exponent is its own times the decay.
+    dlog_pairs = dscores * scores + doverlap * c.overlap
+    dlog_end = jnp.sum(dk_left * k_heads, axis=-1)
+    dlog_start = jnp.sum(dq_read * q_heads, axis=-1) - jnp.sum(derrors * (c.v - errors), axis=-1)
+    dlog_kept = c.since_start[..., -1, 0] * jnp.sum(dstates * states, axis=(-2, -1))
+    dlog_start = dlog_start.at[..., -1].add(dlog_kept)
+    dg = _gate_gradient(dlog_pairs, dlog_start[..., None], dlog_end[..., None, :])
 
-def _chunk(
-    state: Float[Array, "b hk r dk dv"],
-    q: Float[Array, "b c hk dk"],
-    k: Float[Array, "b c hk dk"],
-    v: Float[Array, "b c hv dv"],
-    g: Float[Array, "b c hv"],
-    beta: Float[Array, "b c hv"],
-    *,
-    config: _Config,
-) -> tuple[Float[Array, "b c hv dv"], Float[Array, "b hk r dk dv"]]:
-    """One chunk's outputs in float32 and the state after it; r value heads share a key head."""
-    batch, chunk, key_heads, _ = q.shape
-    heads, size = v.shape[2:]
-    repeats = heads // key_heads
-    # Reduced precision of the products would be amplified by the recurrence, so float32 operands get float32 products.
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
-    product = functools.partial(jnp.einsum, precision=precision)
-
-    q, k = (_l2norm(x.astype(jnp.float32), config.l2norm_eps).transpose(0, 2, 1, 3) for x in (q, k))
-    v = v.astype(jnp.float32).reshape(batch, chunk, key_heads, repeats, size).transpose(0, 2, 3, 1, 4)
-    g, beta = (x.reshape(batch, chunk, key_heads, repeats).transpose(0, 2, 3, 1) for x in (g, beta))
-
-    decay = _pairwise_decay(g)
-    since_start = jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
-    to_end = decay[..., -1, :, None]
-
-    overlap = product("bhik,bhjk->bhij", k, k)[:, :, None]
-    recalled = since_start * product("bhik,bhrkv->bhriv", k, state)
-    writes = _solve(jnp.tril(beta[..., None] * decay * overlap, -1), beta[..., None] * (v - recalled))
-
-    scores = decay * product("bhik,bhjk->bhij", q, k)[:, :, None]
-    o = since_start * product("bhik,bhrkv->bhriv", q, state) + product("bhrij,bhrjv->bhriv", scores, writes)
-    state = since_start[..., -1:, :] * state + product("bhjk,bhrjv->bhrkv", k, to_end * writes)
-    return config.scale * o.transpose(0, 3, 1, 2, 4).reshape(batch, chunk, heads, size), state
+    dq, dk = (_l2norm_gradient(x, _join(d, x.shape), config.l2norm_eps) for x, d in ((q, dq), (k, dk)))
+    dv = _join(derrors, v.shape)
+    dg, dbeta = (_join(d[..., None], (*g.shape, 1))[..., 0] for d in (dg, dbeta))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta
 
 
-def _pairwise_decay(g: Float[Array, "*heads c"]) -> Float[Array, "*heads c c"]:
-    """Element (i, j) is exp(sum of g_m for j < m <= i), and 0 for j > i: each sum is formed from its own gates."""
+class _Chunks(NamedTuple):
+    """What needs no state, in float32, for n chunks of c steps; the last is filled with steps of zeros, which write nothing."""
+
+    q: Float[Array, "n b hk c dk"]
+    k: Float[Array, "n b hk c dk"]
+    v: Float[Array, "n b hv c dv"]
+    beta: Float[Array, "n b hv c 1"]
+    decay: Float[Array, "n b hv c c"]  # D
+    since_start: Float[Array, "n b hv c 1"]  # d
+    overlap: Float[Array, "n b hv c c"]  # A without its factor beta
+    inverse: Float[Array, "n b hv c c"]  # of I + A
+
+
+def _within_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array, config: _Config, product: _Product) -> _Chunks:
+    q, k = (_cut(_l2norm(x.astype(jnp.float32), config.l2norm_eps), config.chunk) for x in (q, k))
+    g, beta = (_cut(x[..., None], config.chunk) for x in (g, beta))
+    decay, since_start = _decays(g[..., 0])
+    overlap = _strictly_lower(decay * _to_value_heads(product("...ik,...jk->...ij", k, k), v))
+    return _Chunks(q, k, _cut(v.astype(jnp.float32), config.chunk), beta, decay, since_start, overlap, _unit_lower_inverse(beta * overlap))
+
+
+def _scan_states(c: _Chunks, product: _Product) -> tuple[Array, Array, Array]:
+    """The states at the chunks' starts, the writes U, and the errors V - diag(d) K S."""
+
+    def step(state: Array, xs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array, Array]]:
+        k, v, beta, since_start, to_end, inverse = xs
+        errors = v - since_start * product("...ik,...kv->...iv", k, state)
+        writes = product("...ij,...jv->...iv", inverse, beta * errors)
+        left = product("...jk,...jv->...kv", k, to_end * writes)
+        return since_start[..., -1:, :] * state + left, (state, writes, errors)
+
+    k = _to_value_heads(c.k, c.v)
+    zero = jnp.zeros_like(c.v, shape=(*c.v.shape[1:3], c.k.shape[-1], c.v.shape[-1]))
+    return lax.scan(step, zero, (k, c.v, c.beta, c.since_start, c.decay[..., -1, :, None], c.inverse))[1]
+
+
+def _scan_state_gradients(c: _Chunks, k: Array, dwrites: Array, dread: Array, product: _Product) -> tuple[Array, Array]:
+    """The gradients of the states after each chunk, and of the right-hand sides of the systems."""
+
+    def step(dstate: Array, xs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        k, beta, since_start, to_end, inverse, dwrites, dread = xs
+        dwrites = dwrites + to_end * product("...jk,...kv->...jv", k, dstate)
+        dright = product("...ij,...iv->...jv", inverse, dwrites)
+        recalled = product("...ik,...iv->...kv", k, since_start * beta * dright)
+        return since_start[..., -1:, :] * dstate + dread - recalled, (dstate, dright)
+
+    xs = (k, c.beta, c.since_start, c.decay[..., -1, :, None], c.inverse, dwrites, dread)
+    return lax.scan(step, jnp.zeros_like(dread[0]), xs, reverse=True)[1]
+
+
+def _decays(g: Float[Array, "*heads c"]) -> tuple[Float[Array, "*heads c c"], Float[Array, "*heads c 1"]]:
+    """D, whose element (i, j) is exp(sum of g_m for j < m <= i) and 0 for j > i, and d: each sum is formed from its own gates."""
     chunk = g.shape[-1]
-    steps = lax.iota(jnp.int32, chunk)
-    after = steps[:, None] > steps[None, :]
-    gates = jnp.where(after, g[..., :, None], 0.0)
-    return jnp.where(steps[:, None] >= steps[None, :], jnp.exp(jnp.cumsum(gates, axis=-2)), 0.0)
+    seen = jnp.tril(jnp.broadcast_to(jnp.maximum(g, _LEAST_GATE)[..., None, :], (*g.shape, chunk)))
+    after = jnp.tril(jnp.ones_like(g, shape=(chunk, chunk)), -1)
+    sums = jnp.einsum("...im,mj->...ij", seen, after, precision=lax.Precision.HIGHEST)
+    return jnp.tril(jnp.exp(sums)), jnp.exp(jnp.sum(seen, axis=-1, keepdims=True))
 
 
-@jax.custom_vjp
-def _solve(lower: Float[Array, "*heads c c"], right: Float[Array, "*heads c v"]) -> Float[Array, "*heads c v"]:
-    """x with ``(I + lower) x = right`` for a strictly lower triangular matrix, row after row."""
-
-    def row(i: Array, x: Array) -> Array:
-        known = jnp.einsum("...j,...jv->...v", _row(lower, i), x, precision=lax.Precision.HIGHEST)
-        return lax.dynamic_update_index_in_dim(x, _row(right, i) - known, i, x.ndim - 2)
-
-    return lax.fori_loop(0, right.shape[-2], row, jnp.zeros_like(right))
+# Its exponential is 0 as that of -inf is, but 0 times it is 0: it can be summed by a product with zeros and ones.
+_LEAST_GATE = -1e30
 
 
-def _row(a: Float[Array, "*heads c v"], i: Array) -> Float[Array, "*heads v"]:
-    return lax.dynamic_index_in_dim(a, i, a.ndim - 2, keepdims=False)
+def _gate_gradient(
+    pairs: Float[Array, "*heads c c"], start: Float[Array, "*heads c 1"], end: Float[Array, "*heads 1 c"]) -> Float[Array, "*heads c"]:
+    """Gate m is in the sum of pair (i, j) if j < m <= i, in that since the start of i if m <= i, in that to the end of j if j < m."""
+    chunk = pairs.shape[-1]
+    after = jnp.tril(jnp.ones_like(pairs, shape=(chunk, chunk)), -1)
+    spanning = start + jnp.einsum("...ij,mj->...im", pairs, after, precision=lax.Precision.HIGHEST)
+    to_end = jnp.einsum("...ij,mj->...im", end, after, precision=lax.Precision.HIGHEST)
+    return jnp.sum(jnp.tril(spanning), axis=-2) + to_end[..., 0, :]
 
 
-def _solve_fwd(lower: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    x = _solve(lower, right)
-    return x, (lower, x)
+def _unit_lower_inverse(lower: Float[Array, "*heads c c"]) -> Float[Array, "*heads c c"]:
+    """The inverse of ``I + lower``, for a strictly lower triangular matrix.
+
+    With halves [[P, 0], [L, Q]] it is [[P', 0], [-Q' L P', Q']]: P and Q are inverted side by side, down to blocks of 2.
+    """
+    size = lower.shape[-1]
+    if size <= 2:
+        return jnp.eye(size, dtype=lower.dtype) - lower
+    half = (size + 1) // 2
+    if size % 2:
+        lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, 1), (0, 1)])
+    halves = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
+    first, second = _unit_lower_inverse(halves)
+    below = -_small_product(_small_product(second, lower[..., half:, :half]), first)
+    rows = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1), jnp.concatenate([below, second], axis=-1)
+    return jnp.concatenate(rows, axis=-2)[..., :size, :size]
 
 
-def _solve_bwd(saved: tuple[Array, Array], dx: Array) -> tuple[Array, Array]:
-    # The transposed system is upper triangular: with rows and columns reversed it is lower triangular again.
-    lower, x = saved
-    dright = _solve(jnp.swapaxes(lower, -1, -2)[..., ::-1, ::-1], dx[..., ::-1, :])[..., ::-1, :]
-    return -jnp.einsum("...iv,...jv->...ij", dright, x, precision=lax.Precision.HIGHEST), dright
+def _small_product(a: Float[Array, "*blocks i j"], b: Float[Array, "*blocks j k"]) -> Float[Array, "*blocks i k"]:
+    if a.shape[-1] <= 4:  # one fused sum instead of a call for each of many tiny products
+        return functools.reduce(operator.add, (a[..., :, j, None] * b[..., None, j, :] for j in range(a.shape[-1])))
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-_solve.defvjp(_solve_fwd, _solve_bwd)
+_Product = Callable[[str, Array, Array], Array]
+
+
+def _product_for(dtype: jnp.dtype) -> _Product:
+    # Reduced precision of the products would be amplified by the recurrence, so float32 operands get float32 products.
+    return functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT)
+
+
+def _strictly_lower(a: Float[Array, "*heads c c"]) -> Float[Array, "*heads c c"]:
+    return jnp.tril(a, -1)
 
 
 def _l2norm(x: Float[Array, "*rows d"], eps: float | None) -> Float[Array, "*rows d"]:
     return x if eps is None else x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
-def _zero_state(q: Float[Array, "b t hk dk"], v: Float[Array, "b t hv dv"]) -> Float[Array, "b hk r dk dv"]:
-    batch, _, key_heads, size = q.shape
-    return jnp.zeros_like(v, shape=(batch, key_heads, v.shape[2] // key_heads, size, v.shape[3]), dtype=jnp.float32)
+def _l2norm_gradient(x: Float[Array, "*rows d"], dy: Float[Array, "*rows d"], eps: float | None) -> Float[Array, "*rows d"]:
+    if eps is None:
+        return dy
+    x = x.astype(jnp.float32)
+    inverse_norm = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+    y = x * inverse_norm
+    return inverse_norm * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
 
 
-def _chunks(chunk: int, *arrays: Float[Array, "b t ..."]) -> tuple[Float[Array, "n b c ..."], ...]:
-    """Cuts time into chunks, the last filled with zeros: a step of zeros has no decay and writes nothing."""
-
-    def cut(a: Array) -> Array:
-        batch, time = a.shape[:2]
-        count = -(-time // chunk)
-        a = jnp.pad(a, ((0, 0), (0, count * chunk - time)) + ((0, 0),) * (a.ndim - 2))
-        return jnp.moveaxis(a.reshape(batch, count, chunk, *a.shape[2:]), 1, 0)
-
-    return tuple(cut(a) for a in arrays)
+def _to_value_heads(a: Float[Array, "n b hk ..."], v: Array) -> Float[Array, "n b hv ..."]:
+    """Repeats each key head for the value heads that read it."""
+    return jnp.repeat(a, v.shape[2] // a.shape[2], axis=2)
 
 
-def _unchunk(a: Float[Array, "n b c ..."], shape: tuple[int, ...]) -> Float[Array, "b t ..."]:
-    count, batch, chunk = a.shape[:3]
-    return jnp.moveaxis(a, 0, 1).reshape(batch, count * chunk, *a.shape[3:])[:, : shape[1]]
+def _to_key_heads(a: Float[Array, "n b hv ..."], q: Float[Array, "b t hk dk"]) -> Float[Array, "n b hk ..."]:
+    """Sums over the value heads that read the same key head."""
+    n, batch, value_heads, *rest = a.shape
+    key_heads = q.shape[2]
+    a = a.reshape(n, batch, key_heads, value_heads // key_heads, *rest)
+    return functools.reduce(operator.add, (a[:, :, :, r] for r in range(a.shape[3])))
+
+
+def _cut(a: Float[Array, "b t h d"], chunk: int) -> Float[Array, "n b h c d"]:
+    batch, time, heads, size = a.shape
+    count = -(-time // chunk)
+    a = jnp.pad(a, ((0, 0), (0, count * chunk - time), (0, 0), (0, 0)))
+    return a.reshape(batch, count, chunk, heads, size).transpose(1, 0, 3, 2, 4)
+
+
+def _join(a: Float[Array, "n b h c d"], shape: tuple[int, ...]) -> Float[Array, "b t h d"]:
+    count, batch, heads, chunk, size = a.shape
+    return a.transpose(1, 0, 3, 2, 4).reshape(batch, count * chunk, heads, size)[:, : shape[1]]

@@ -99,9 +99,9 @@ def rms_norm_forward(x: Float[Array, "*rows d"], weight: Float[Array, " d"], *, 
 def add_rms_norm_forward(
     x: Float[Array, "*rows d"], residual: Float[Array, "*rows d"], weight: Float[Array, " d"], *, eps: float, offset: float
 ) -> tuple[Float[Array, "*rows d"], Float[Array, "*rows d"]]:
-    format = jnp.finfo(x.dtype)
+    finfo = jnp.finfo(x.dtype)
     # XLA drops a rounding to bfloat16 that is widened again, unless the rounding is an operation of its own.
-    s = jax.lax.reduce_precision(x.astype(jnp.float32) + residual.astype(jnp.float32), format.nexp, format.nmant).astype(x.dtype)
+    s = jax.lax.reduce_precision(x.astype(jnp.float32) + residual.astype(jnp.float32), finfo.nexp, finfo.nmant).astype(x.dtype)
     normed, _ = _normed(s, eps)
     return (normed * (offset + weight.astype(jnp.float32))).astype(x.dtype), s
 

@@ -42,8 +42,8 @@ def _loops(draw, n: int) -> list[Loop]:
     for k in range(draw(st.integers(0, 3))):
         first = draw(st.integers(0, n - 1))
         last = draw(st.integers(first, n - 1))
-        apart = (last < o.first or first > o.last or (o.first <= first and last <= o.last) or (first <= o.first and o.last <= last) for o in loops)
-        if all(apart):
+        crossed = (o.first < first <= o.last < last or first < o.first <= last < o.last for o in loops)
+        if not any(crossed):
             loops.append(Loop(f"loop{k}", first, last, draw(st.sampled_from([0, 1, 2, 3, 3, 4]))))
     return loops
 
@@ -53,12 +53,15 @@ def _aliases(draw, tensor: Tensor, loops: list[Loop]) -> list[Alias]:
     parts = [(layout, view)]
     if not layout.flat:
         half = 128 // layout.itemsize
-        parts += [p for p in (columns(layout, view, 0, min(half, layout.columns)), columns(layout, view, min(half, layout.columns), layout.columns)) if p]
-        parts += [p for p in (slice_rows(layout, view, 0, 8), slice_rows(layout, view, 8, layout.rows_per_group)) if p]
-        parts += [p for p in (slice_groups(layout, view, 1, layout.shape[0]),) if p] if len(layout.shape) > 2 else []
+        half = min(half, layout.columns)
+        cuts = [columns(layout, view, 0, half), columns(layout, view, half, layout.columns)]
+        cuts += [slice_rows(layout, view, 0, 8), slice_rows(layout, view, 8, layout.rows_per_group)]
+        cuts += [slice_groups(layout, view, 1, layout.shape[0])] if len(layout.shape) > 2 else []
+        parts += [cut for cut in cuts if cut]
     slots = [Slot(None, k) for k in range(tensor.slots)]
     for loop in loops:
-        moving = [Slot(loop.name, 0, 1), Slot(loop.name, 1, 1), Slot(loop.name, loop.trips - 1, -1), Slot(loop.name, draw(st.integers(0, 1)), 1, 2)]
+        moving = [Slot(loop.name, 0, 1), Slot(loop.name, 1, 1), Slot(loop.name, loop.trips - 1, -1)]
+        moving.append(Slot(loop.name, draw(st.integers(0, 1)), 1, 2))
         slots += [s for s in moving if all(0 <= int(s.at(np.array(i))) < tensor.slots for i in range(loop.trips))]
     aliases = []
     for k in range(draw(st.integers(0, 5))):
@@ -114,7 +117,8 @@ def simulate(form: Form, arena: Arena) -> int:
             if home in placed:
                 stamp = homes[home][where]
                 assert (stamp >= 0).all(), f"launch {t} reads {name} before it is written"
-                np.testing.assert_array_equal(memory[placed[home].offset // ALIGN + where], stamp, err_msg=f"launch {t} reads {name} at {at}")
+                found = memory[placed[home].offset // ALIGN + where]
+                np.testing.assert_array_equal(found, stamp, err_msg=f"launch {t} reads {name} at {at}")
                 reads += 1
         for scratch in arena.scratch:
             if scratch.launch == t:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import time
 from pathlib import Path
 
@@ -26,12 +27,12 @@ def assert_valid(intervals: list[Interval], offsets: dict[str, int]) -> None:
     assert all(offset >= 0 and offset % ALIGN == 0 for offset in offsets.values())
     for launch in {i.first for i in intervals}:
         spans = sorted((offsets[i.name], offsets[i.name] + i.bytes) for i in intervals if i.first <= launch <= i.last and i.bytes)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-intervals_strategy = st.lists(
-    st.tuples(st.integers(0, 5000), st.integers(0, 15), st.integers(0, 8)), max_size=30
-).map(lambda found: [Interval(f"i{k}", size, first, first + length) for k, (size, first, length) in enumerate(found)])
+intervals_strategy = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 15), st.integers(0, 8)), max_size=30).map(
+    lambda found: [Interval(f"i{k}", size, first, first + length) for k, (size, first, length) in enumerate(found)]
+)
 
 
 @settings(max_examples=60, deadline=None)

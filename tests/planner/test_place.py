@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +77,7 @@ def test_a_plan_by_hand():
 def test_P4_reuse_off_shares_nothing():
     arena = place(FORM, reuse=False)
     spans = sorted((p.offset, p.end) for p in (*arena.placed, *arena.scratch))
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert arena.bytes == 3072 + 1024 + 3072 + 1024
 
 
