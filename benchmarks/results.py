@@ -78,7 +78,16 @@ def table(data: dict[str, Any]) -> str:
     lines = [f"Measured on {data['device']}, {data['date']}, commit {data['commit']}; {versions}.", ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"]
     for r in data["rows"]:
-        cells = (r["case"], r["metric"], _number(r["ours"]), r["peer"], _number(r["peer_value"]), _number(r["ratio"]), r["target"], _number(r["roofline"]))
+        cells = (
+            r["case"],
+            r["metric"],
+            _number(r["ours"]),
+            r["peer"],
+            _number(r["peer_value"]),
+            _number(r["ratio"]),
+            r["target"],
+            _number(r["roofline"]),
+        )
         spread = "" if r["spread"] is None else f"{100 * r['spread']:.1f} %"
         lines.append("| " + " | ".join((*cells, spread)) + " |")
     return "\n".join(lines) + "\n"
@@ -86,7 +95,9 @@ def table(data: dict[str, Any]) -> str:
 
 def results_document() -> str:
     """The text of ``RESULTS.md``."""
-    parts = ["# Results\n\nMade by `python benchmarks/results.py` from the files in `results/`; each suite's script says how it measures.\n"]
+    parts = [
+        "# Results\n\nMade by `python benchmarks/results.py` from the files in `results/`; each suite's script says how it measures.\n"
+    ]
     parts += [f"## {path.stem}\n\n{table(load(path))}" for path in sorted(RESULTS.glob("*.json"))]
     return "\n".join(parts)
 

@@ -57,7 +57,15 @@ def step_rows(dtype: str, batch: int, length: int, calls: int) -> list[results.R
     return [
         results.Row(case, "ms", mine, "xla", plain_ms, plain_ms / mine, "at least 1 / 1.15 = 0.87", spread=spread),
         results.Row(f"{case}: arena beside its bound", "bytes", plan.bytes, "bound", plan.bound, plan.bound / plan.bytes),
-        results.Row(f"{case}: XLA temporaries", "bytes", temporaries, "xla", plain_temporaries, plain_temporaries / temporaries, "no copy of the arena"),
+        results.Row(
+            f"{case}: XLA temporaries",
+            "bytes",
+            temporaries,
+            "xla",
+            plain_temporaries,
+            plain_temporaries / temporaries,
+            "no copy of the arena",
+        ),
     ]
 
 
@@ -74,7 +82,18 @@ def planning_rows(repeats: int) -> list[results.Row]:
             ja.jit(train_step).plan(params, opt_state, jax.ShapeDtypeStruct((8, 257), jnp.int32))
             found.append(time.perf_counter() - start)
     (few, _), (many, spread) = (results.median_and_spread(seconds[n]) for n in (4, 48))
-    return [results.Row("trace and plan, 48 layers beside 4", "s", many, "4 layers", few, few / many, "under 5 s, ratio at least 1 / 1.5 = 0.67", spread=spread)]
+    return [
+        results.Row(
+            "trace and plan, 48 layers beside 4",
+            "s",
+            many,
+            "4 layers",
+            few,
+            few / many,
+            "under 5 s, ratio at least 1 / 1.5 = 0.67",
+            spread=spread,
+        )
+    ]
 
 
 def main() -> None:

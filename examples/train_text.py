@@ -9,6 +9,7 @@ Everything but the step is what a JAX user writes anyway: a loss, optax, a loop.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -75,7 +76,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     held_out = evaluate(params, windows, config)
     print(f"bits per byte on the same {windows.size - len(windows):,} held-out bytes, given the first of each {WINDOW}-byte window:")
-    for name, bits in (("this model", held_out), ("zlib -9 on each window", baselines.zlib), ("bigram, smoothed", baselines.bigram), ("unigram", baselines.unigram)):
+    for name, bits in (
+        ("this model", held_out),
+        ("zlib -9 on each window", baselines.zlib),
+        ("bigram, smoothed", baselines.bigram),
+        ("unigram", baselines.unigram),
+    ):
         print(f"  {name:24}{bits:6.3f}")
     return {"losses": losses, "held_out": held_out, "baselines": baselines._asdict(), "params": params}
 
@@ -107,10 +113,8 @@ def print_plan(plan: ja.Plan, out: Path) -> None:
     lines = str(plan).splitlines()
     (out / "plan.txt").write_text("\n".join(lines) + "\n")
     plan.save(out / "plan.html")
-    try:
+    with contextlib.suppress(ImportError):  # without matplotlib there is the HTML picture
         plan.save(out / "plan.png")
-    except ImportError:
-        pass  # without matplotlib there is the HTML picture
     print("\n".join(lines[:20]))
     print(f"... the whole plan: {out / 'plan.txt'}; its picture: {out / 'plan.html'}")
 

@@ -62,7 +62,8 @@ class _Run:
     def read(self, atom: Atom) -> Any:
         """The array of an atom: a literal, an XLA array, or what lies in the arena."""
         if not isinstance(atom, Value):
-            return jnp.asarray(atom.val, atom.aval.dtype)
+            aval: Any = atom.aval
+            return jnp.asarray(atom.val, aval.dtype)
         residence = self.residences.get(atom)
         if residence is None:
             return self.env[atom]
@@ -84,7 +85,8 @@ class _Run:
                 self.env[value] = array
             else:
                 place = residence.resolved()
-                self.buffer = storage.write(self.buffer, self._row(place), place.layout, place.view, array)
+                slot_rows = place.home.layout.bytes // ROW_BYTES
+                self.buffer = storage.write(self.buffer, self._row(place), place.layout, place.view, array, slot_rows)
 
     def _row(self, place: Residence) -> Any:
         """The first arena row of a slot: a constant, or an int32 of the loop's turn."""
@@ -126,7 +128,9 @@ class _Run:
         # The turn counts from 0 in the order of execution; lax.scan hands a reversed loop its elements from the last on.
         turns = jnp.arange(loop.length, dtype=jnp.int32)
         turns = turns[::-1] if loop.reverse else turns
-        (self.buffer, outs), ys = lax.scan(body, (self.buffer, init), (turns, xs), length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
+        (self.buffer, outs), ys = lax.scan(
+            body, (self.buffer, init), (turns, xs), length=loop.length, reverse=loop.reverse, unroll=loop.unroll
+        )
         self.env = outer_env
         self.env.update(zip((loop.finals[k] for k in carried), outs, strict=True))
         self.env.update(zip((loop.stacks[k] for k in stacked), ys, strict=True))

@@ -29,6 +29,7 @@ class Value:
         return f"<{self.aval.str_short()} at {id(self):#x}>"
 
 
+# A literal of JAX's has an ``aval`` and its array or number as ``val``.
 Atom = Value | Literal
 
 

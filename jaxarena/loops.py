@@ -39,7 +39,7 @@ def decide(residences: Residences, block: Block, outside: set[Value]) -> None:
             nodes += _LoopSlots(residences, node, outside, block, read_later=_reads(block.nodes[index + 1 :])).decide()
             nodes.append(node)
         elif node.launch is not None:
-            for value, row_ndim in zip(node.outputs, node.launch.row_ndims(len(node.outputs)), strict=True):
+            for value, row_ndim in zip(node.outputs, node.launch.row_ndims([v.aval for v in node.outputs]), strict=True):
                 layout = layout_of(value.aval, row_ndim)
                 if value not in outside and layout is not None:
                     residences.own(value, layout, block)
@@ -115,7 +115,7 @@ class _LoopSlots:
         row_ndim = None
         if launch is not None and out in launch.outputs:
             assert launch.launch is not None
-            row_ndim = launch.launch.row_ndims(len(launch.outputs))[launch.outputs.index(out)]
+            row_ndim = launch.launch.row_ndims([v.aval for v in launch.outputs])[launch.outputs.index(out)]
         layout = layout_of(carry.aval, row_ndim)
         if layout is None or (launch is None and carry.aval.size * carry.aval.dtype.itemsize < ALIGN):
             return
@@ -166,7 +166,11 @@ class _LoopSlots:
                 for value, slot in zip(values([loop.carries[k], loop.carry_outs[k]]), (carry.reads, carry.writes), strict=True):
                     first = slot.start - (n - 1) if loop.reverse else slot.start
                     stacked[value] = Residence(carry.home, carry.home.layout, full_view(carry.home.layout), Slot(None, first), n)
-        kept = [(i, y, s) for i, (y, s) in enumerate(zip(loop.ys, loop.stacks, strict=True)) if s not in stays and isinstance(y, Value) and n > 0]
+        kept = [
+            (i, y, s)
+            for i, (y, s) in enumerate(zip(loop.ys, loop.stacks, strict=True))
+            if s not in stays and isinstance(y, Value) and n > 0
+        ]
         slot = Slot(self.name, n - 1, -1) if loop.reverse else Slot(self.name, 0, 1)
         self._keep_whole_homes([y for _, y, _ in kept if y not in stacked], slot, stacked)
         for index, y, stack in kept:
@@ -215,7 +219,9 @@ class _LoopSlots:
         return [c for c in copies if isinstance(c, Equation)]
 
     def _body_reads(self, atom: Atom) -> bool:
-        return any(a is atom for n in self.loop.body.nodes for a in n.inputs) or any(a is atom for a in (*self.loop.ys, *self.loop.carry_outs, *self.loop.xs))
+        return any(a is atom for n in self.loop.body.nodes for a in n.inputs) or any(
+            a is atom for a in (*self.loop.ys, *self.loop.carry_outs, *self.loop.xs)
+        )
 
     def _put(self, atom: Atom, home: Home, slot: Slot, block: Block, copies: list[Node], always_copy: bool = False) -> Value:
         """Has ``atom`` written into a slot of ``home``: where it is made, or by a copy put into ``copies``. Returns the value in the slot."""
@@ -232,5 +238,3 @@ class _LoopSlots:
         made = self.residences.own(copy, home.layout, block)
         made.home.become_part(home, slot)
         return copy
-
-

@@ -169,7 +169,8 @@ def is_reshape(node: Equation) -> bool:
     """Whether an equation changes nothing but the shape of its one operand."""
     if node.primitive is jp.broadcast_in_dim_p:
         dims = node.params["broadcast_dimensions"]
-        return node.inputs[0].aval.size == node.outputs[0].aval.size and list(dims) == sorted(dims)
+        source: Any = node.inputs[0].aval
+        return source.size == node.outputs[0].aval.size and list(dims) == sorted(dims)
     return node.primitive in (jp.reshape_p, jp.squeeze_p, jp.copy_p)
 
 

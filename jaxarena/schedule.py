@@ -192,7 +192,11 @@ class _Writer:
             name = self.home_names[home]
         else:
             name = self._free(f"{self.home_names[home]} part")
-            slot = Slot(self.loop_names[place.slot.loop], place.slot.start, place.slot.step, place.slot.modulus) if place.slot.loop else place.slot
+            slot = (
+                Slot(self.loop_names[place.slot.loop], place.slot.start, place.slot.step, place.slot.modulus)
+                if place.slot.loop
+                else place.slot
+            )
             # A run of slots counts as read whole, also where only a part of each slot is.
             layout, view = (place.layout, place.view) if place.run is None else (home.layout, full_view(home.layout))
             self.aliases.append(Alias(name, self.home_names[home], layout, view, slot, place.run or 1))
@@ -216,5 +220,3 @@ class _Writer:
 def _region_name(region: Region) -> str:
     copies = all(e.primitive.name == "copy" for e in region.equations)
     return "copy" if copies else "xla"
-
-

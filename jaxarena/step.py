@@ -135,7 +135,8 @@ class Step:
     def _check_arena(self, arena: Any) -> None:
         if not isinstance(arena, ArenaBuffer):
             raise TypeError(
-                f"{self._name}: the first argument must be an arena, as step.plan(...).allocate() or an earlier call returned it, got {type(arena).__name__}"
+                f"{self._name}: the first argument must be an arena, as step.plan(...).allocate() or an earlier call returned it, "
+                f"got {type(arena).__name__}"
             )
         data = arena.data
         if isinstance(data, jax.core.Tracer) or not isinstance(data, jax.Array):
@@ -154,7 +155,9 @@ class Step:
                     if leaf.is_deleted():
                         raise ValueError(f"{self._name}: {where} was donated to an earlier call: pass what that call returned")
                     if id(leaf) in seen:
-                        raise ValueError(f"{self._name}: {seen[id(leaf)]} and {where} are one array and cannot both be donated: copy one of them")
+                        raise ValueError(
+                            f"{self._name}: {seen[id(leaf)]} and {where} are one array and cannot both be donated: copy one of them"
+                        )
                     seen[id(leaf)] = where
 
 
@@ -180,11 +183,17 @@ mlir.register_lowering(_guard_p, lambda ctx, *args: list(args))
 
 
 def _refuse_derivative(*args: Any, **params: Any) -> Any:
-    raise TypeError("a planned step cannot be differentiated from outside: its launches write one arena in place. Take jax.grad or jax.value_and_grad inside the function given to jaxarena.jit")
+    raise TypeError(
+        "a planned step cannot be differentiated from outside: its launches write one arena in place. Take jax.grad or "
+        "jax.value_and_grad inside the function given to jaxarena.jit"
+    )
 
 
 def _refuse_batch(*args: Any, **params: Any) -> Any:
-    raise TypeError("a planned step cannot be batched by jax.vmap: its launches write one arena in place. Use jax.vmap inside the function given to jaxarena.jit, or give its arrays a batch axis")
+    raise TypeError(
+        "a planned step cannot be batched by jax.vmap: its launches write one arena in place. Use jax.vmap inside the function "
+        "given to jaxarena.jit, or give its arrays a batch axis"
+    )
 
 
 ad.primitive_jvps[_guard_p] = _refuse_derivative

@@ -63,8 +63,8 @@ def assert_close_to_oracle(actual: Any, expected: Any, *, dtype: Any, terms: int
       AssertionError: names the leaf, the error and the limit.
     """
     limit = tolerance(dtype, terms, stages=stages)
-    flat_actual, tree = jax.tree_util.tree_flatten_with_path(actual)
-    for (path, a), e in zip(flat_actual, tree.flatten_up_to(expected), strict=True):
+    flat = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), e in zip(flat, jax.tree.leaves(jax.tree.map(lambda _, e: e, actual, expected)), strict=True):
         a, e = np.asarray(a).astype(np.float64), np.asarray(e).astype(np.float64)
         where = names + jax.tree_util.keystr(path)
         if a.shape != e.shape:
@@ -77,4 +77,5 @@ def assert_close_to_oracle(actual: Any, expected: Any, *, dtype: Any, terms: int
         scale = np.max(np.abs(e[finite])) or 1.0
         error = np.max(np.abs(a[finite] - e[finite])) / scale
         if not error <= limit:
-            raise AssertionError(f"{where}: error {error:.3g} of the largest value, limit {limit:.3g} ({jnp.dtype(dtype).name}, sums of {terms}, {stages} roundings)")
+            derived = f"{jnp.dtype(dtype).name}, sums of {terms}, {stages} roundings"
+            raise AssertionError(f"{where}: error {error:.3g} of the largest value, limit {limit:.3g} ({derived})")

@@ -23,7 +23,16 @@ from jaxarena.ops.interface import launch_of
 
 __all__ = ["Graph"]
 
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+# The calls that are inlined, and the parameter that holds what they call.
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
 
 
 class Graph:
@@ -94,8 +103,21 @@ def _loop(eqn: Any, inputs: list[Atom], outputs: list[Value], scope: str) -> Loo
     nodes: list[Node] = []
     results = _inline(inner, _constants(inner), [*consts, *body_inputs], nodes, scope)
     n = len(init)
-    p = eqn.params
-    return Loop(p["length"], p["reverse"], p["unroll"], init, xs, carries, elements, Block(nodes), results[:n], results[n:], outputs[:n], outputs[n:], scope)
+    return Loop(
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+        init=init,
+        xs=xs,
+        carries=carries,
+        elements=elements,
+        body=Block(nodes),
+        carry_outs=results[:n],
+        ys=results[n:],
+        finals=outputs[:n],
+        stacks=outputs[n:],
+        scope=scope,
+    )
 
 
 def _has_launches(jaxpr: Any) -> bool:

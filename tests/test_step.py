@@ -219,8 +219,9 @@ def test_wrong_arenas_are_named() -> None:
     right = step.plan(x, x)
     with pytest.raises(TypeError, match=r"the first argument must be an arena.*got ArrayImpl"):
         step(jnp.zeros((16, 128), jnp.int8), x, x)
-    with pytest.raises(ValueError, match=f"double_sum: arena was allocated for plan {other.plan(x, x).fingerprint}.*need plan {right.fingerprint}"):
-        step(other.plan(x, x).allocate(), x, x)
+    wrong = other.plan(x, x)
+    with pytest.raises(ValueError, match=f"double_sum: arena was allocated for plan {wrong.fingerprint}.*need plan {right.fingerprint}"):
+        step(wrong.allocate(), x, x)
     with pytest.raises(ValueError, match="with 16 rows: allocate one"):
         step(step.plan(jnp.ones((9, 64)), jnp.ones((9, 64))).allocate(), x, x)
     with pytest.raises(ValueError, match=r"with 3 rows, but these arguments need plan"):

@@ -88,7 +88,9 @@ class HybridConfig:
             if type(value) is int and value < 1 and not (name == "shared_width" and value == 0):
                 raise ValueError(f"HybridConfig: {name} must be positive, got {value}")
         if self.layers % PERIOD:
-            raise ValueError(f"HybridConfig: layers must be a multiple of {PERIOD} (three delta layers, one of attention), got {self.layers}")
+            raise ValueError(
+                f"HybridConfig: layers must be a multiple of {PERIOD} (three delta layers, one of attention), got {self.layers}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"HybridConfig: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if self.delta_value_heads % self.delta_key_heads:
@@ -202,7 +204,12 @@ def _experts(w: Params, h: jax.Array, config: HybridConfig) -> tuple[jax.Array, 
     if config.shared_width:
         shared = ops.SharedExpert(*(w[name].astype(h.dtype) for name in ("shared_gate_up", "shared_down", "shared_gate")))
     y, balance = ops.moe(
-        x, w["router"].astype(h.dtype), w["gate_up"].astype(h.dtype), w["down"].astype(h.dtype), top_k=config.experts_per_token, shared=shared
+        x,
+        w["router"].astype(h.dtype),
+        w["gate_up"].astype(h.dtype),
+        w["down"].astype(h.dtype),
+        top_k=config.experts_per_token,
+        shared=shared,
     )
     return h + y, balance
 

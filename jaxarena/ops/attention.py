@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxarena.ops.checks import check_choice, check_finite, check_float, check_ndim, check_same_dtype, check_shape, vary_together
 from jaxarena.ops.interface import launch
@@ -150,16 +150,22 @@ def attention_key_pass(
 ) -> tuple[Float[Array, "b t g d"], Float[Array, "b t g dv"]]:
     """dk and dv, a block of keys at a time, summed over the blocks of queries and the query heads of each key head."""
     time, key_heads = q.shape[1], k.shape[2]
-    rows = _query_side(q, do, lse, terms, key_heads)
+    # The queries of all heads that share a key head make one axis, which dk and dv sum over.
+    repeats = q.shape[2] // key_heads
+    rows = tuple(a.reshape(*a.shape[:3], repeats * a.shape[4], *a.shape[5:]) for a in _query_side(q, do, lse, terms, key_heads))
     count = rows[0].shape[0]
 
     def key_block(j: Array, k: Array, v: Array) -> tuple[Array, Array]:
         def row_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = carry
             q, do, lse, terms = (a[i] for a in rows)
-            p, ds = _score_gradients(q, k, v, do, lse, terms, i, j, time=time, causal=causal, scale=scale)
-            dk = dk + _product("bgrqk,bgrqd->bgkd", ds.astype(q.dtype), q)
-            return dk, dv + _product("bgrqk,bgrqd->bgkd", p.astype(do.dtype), do)
+            # Keys by queries: the products that sum over queries then read p and ds as they lie.
+            seen = jnp.tile(_seen(i, j, k.shape[2], time=time, causal=causal).T, (1, repeats))
+            s = jnp.where(seen, scale * _product("bgkd,bgqd->bgkq", k, q), -jnp.inf)
+            p = jnp.exp(s - lse[:, :, None])
+            ds = p * (_product("bgkv,bgqv->bgkq", v, do) - terms[:, :, None])
+            dk = dk + _product("bgkq,bgqd->bgkd", ds.astype(q.dtype), q)
+            return dk, dv + _product("bgkq,bgqd->bgkd", p.astype(do.dtype), do)
 
         dk, dv = lax.fori_loop(j if causal else 0, count, row_block, (_filled(k, k.shape), _filled(v, v.shape)))
         return (scale * dk).astype(k.dtype), dv.astype(v.dtype)
@@ -187,7 +193,8 @@ def attention_query_pass(
 
     def row_block(i: Array, q: Array, do: Array, lse: Array, terms: Array) -> Array:
         def key_block(j: Array, dq: Array) -> Array:
-            _, ds = _score_gradients(q, keys[j], values[j], do, lse, terms, i, j, time=time, causal=causal, scale=scale)
+            p = jnp.exp(_scores(q, keys[j], i, j, time=time, causal=causal, scale=scale) - lse[..., None])
+            ds = p * (_product("bgrqv,bgkv->bgrqk", do, values[j]) - terms[..., None])
             return dq + _product("bgrqk,bgkd->bgrqd", ds.astype(k.dtype), keys[j])
 
         dq = lax.fori_loop(0, i + 1 if causal else count, key_block, _filled(q, q.shape))
@@ -201,19 +208,14 @@ def _scores(
 ) -> Float[Array, "b g r i j"]:
     """Scores of a query block against a key block, -inf where a row does not see a key."""
     s = scale * _product("bgrqd,bgkd->bgrqk", q, k)
-    block = k.shape[2]
+    return jnp.where(_seen(row, column, k.shape[2], time=time, causal=causal), s, -jnp.inf)
+
+
+def _seen(row: Array, column: Array, block: int, *, time: int, causal: bool) -> Bool[Array, "i j"]:
+    """Which queries of block ``row`` see which keys of block ``column``."""
     query = row * block + lax.broadcasted_iota(jnp.int32, (block, block), 0)
     key = column * block + lax.broadcasted_iota(jnp.int32, (block, block), 1)
-    return jnp.where((key <= query if causal else key < time), s, -jnp.inf)
-
-
-def _score_gradients(
-    q: Array, k: Array, v: Array, do: Array, lse: Array, terms: Array, row: Array, column: Array, *, time: int, causal: bool, scale: float
-) -> tuple[Float[Array, "b g r i j"], Float[Array, "b g r i j"]]:
-    """p and ds of a query block against a key block."""
-    s = _scores(q, k, row, column, time=time, causal=causal, scale=scale)
-    p = jnp.exp(s - lse[..., None])
-    return p, p * (_product("bgrqv,bgkv->bgrqk", do, v) - terms[..., None])
+    return key <= query if causal else key < time
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxarena.ops.checks import check_choice, check_float, check_ndim, check_same_shape, vary_together
-from jaxarena.ops.interface import launch
+from jaxarena.ops.interface import PER_TOKEN, launch
 
 __all__ = ["gate"]
 
@@ -59,19 +59,19 @@ def _activate(z: Array, activation: str) -> tuple[Array, Array]:
     return z * p, p * (1 + z * (1 - p))
 
 
-@launch("gate")
+@launch("gate", row_ndim=PER_TOKEN)
 def gate_forward(x: Float[Array, "*rows d"], gate: Float[Array, "*rows d"], *, activation: str) -> Float[Array, "*rows d"]:
     value, _ = _activate(gate, activation)
     return (x.astype(jnp.float32) * value).astype(x.dtype)
 
 
-@launch("gate_dx")
+@launch("gate_dx", row_ndim=PER_TOKEN)
 def gate_dx(gate: Float[Array, "*rows d"], dy: Float[Array, "*rows d"], *, activation: str) -> Float[Array, "*rows d"]:
     value, _ = _activate(gate, activation)
     return (dy.astype(jnp.float32) * value).astype(dy.dtype)
 
 
-@launch("gate_dgate")
+@launch("gate_dgate", row_ndim=PER_TOKEN)
 def gate_dgate(
     x: Float[Array, "*rows d"], gate: Float[Array, "*rows d"], dy: Float[Array, "*rows d"], *, activation: str
 ) -> Float[Array, "*rows d"]:

@@ -179,7 +179,7 @@ def gated_delta_rule_backward(
     states, writes, errors = _scan_states(c, product)
     q_heads, k_heads = _to_value_heads(c.q, v), _to_value_heads(c.k, v)
     scores = c.decay * _to_value_heads(product("...ik,...jk->...ij", c.q, c.k), v)
-    do_chunks = config.scale * _cut(do, config.chunk)
+    do_chunks = config.scale * _cut(do.astype(jnp.float32), config.chunk)
 
     dwrites = product("...ij,...iv->...jv", scores, do_chunks)
     dread = product("...ik,...iv->...kv", c.since_start * q_heads, do_chunks)
@@ -262,7 +262,7 @@ def _scan_state_gradients(c: _Chunks, k: Array, dwrites: Array, dread: Array, pr
         return since_start[..., -1:, :] * dstate + dread - recalled, (dstate, dright)
 
     xs = (k, c.beta, c.since_start, c.decay[..., -1, :, None], c.inverse, dwrites, dread)
-    return lax.scan(step, jnp.zeros_like(dread[0]), xs, reverse=True)[1]
+    return lax.scan(step, jnp.zeros_like(dread, shape=dread.shape[1:]), xs, reverse=True)[1]
 
 
 def _decays(g: Float[Array, "*heads c"]) -> tuple[Float[Array, "*heads c c"], Float[Array, "*heads c 1"]]:
@@ -279,7 +279,8 @@ _LEAST_GATE = -1e30
 
 
 def _gate_gradient(
-    pairs: Float[Array, "*heads c c"], start: Float[Array, "*heads c 1"], end: Float[Array, "*heads 1 c"]) -> Float[Array, "*heads c"]:
+    pairs: Float[Array, "*heads c c"], start: Float[Array, "*heads c 1"], end: Float[Array, "*heads 1 c"]
+) -> Float[Array, "*heads c"]:
     """Gate m is in the sum of pair (i, j) if j < m <= i, in that since the start of i if m <= i, in that to the end of j if j < m."""
     chunk = pairs.shape[-1]
     after = jnp.tril(jnp.ones_like(pairs, shape=(chunk, chunk)), -1)

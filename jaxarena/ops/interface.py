@@ -23,7 +23,7 @@ Example::
 
 Layout: ``row_ndim`` says how many trailing axes of a result lie side by side in one arena row (the rest count rows):
 1 for ``(batch, time, width)``, 2 for ``(batch, time, heads, head size)``, and 0 for a vector stored flat, such as a
-log-sum-exp.
+log-sum-exp. ``PER_TOKEN`` is for an op that takes either of the first two: all axes but the first two, and at least one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxarena.arena import Scratch
 
-__all__ = ["Launch", "launch", "launch_of"]
+__all__ = ["PER_TOKEN", "Launch", "launch", "launch_of"]
+
+PER_TOKEN = -2
+"""The ``row_ndim`` of results whose first two axes are batch and time, however many follow."""
 
 ScratchFn = Callable[..., Sequence[Scratch]]
 
@@ -52,7 +55,7 @@ class Launch:
     Attributes:
       name: the name that plans and traces show.
       reference: the function of arrays that defines the result.
-      row_ndim: for each result, how many trailing axes make one arena row (0: stored flat).
+      row_ndim: as declared, one number for all results or one for each.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any], row_ndim: int | tuple[int, ...], scratch: ScratchFn):
@@ -70,9 +73,10 @@ class Launch:
     def __repr__(self) -> str:
         return f"<launch {self.name}>"
 
-    def row_ndims(self, results: int) -> tuple[int, ...]:
-        """The layout of each of ``results`` results."""
-        return self.row_ndim if isinstance(self.row_ndim, tuple) else (self.row_ndim,) * results
+    def row_ndims(self, results: Sequence[Any]) -> tuple[int, ...]:
+        """How many trailing axes of each of these results (avals) make one arena row."""
+        declared = self.row_ndim if isinstance(self.row_ndim, tuple) else (self.row_ndim,) * len(results)
+        return tuple(n if n >= 0 else max(aval.ndim + n, 1) for n, aval in zip(declared, results, strict=True))
 
     def scratch(self, *avals: Any, **params: Any) -> tuple[Scratch, ...]:
         """The scratch this launch asks for on operands of these shapes and dtypes."""
@@ -87,7 +91,9 @@ class Launch:
         return _shapes(self, tuple(jax.typeof(a) for a in arrays), tuple(sorted(params.items())))[1]
 
 
-def launch(name: str, *, row_ndim: int | tuple[int, ...] = 1, scratch: ScratchFn = lambda *avals, **params: ()) -> Callable[[Callable[..., Any]], Launch]:
+def launch(
+    name: str, *, row_ndim: int | tuple[int, ...] = 1, scratch: ScratchFn = lambda *avals, **params: ()
+) -> Callable[[Callable[..., Any]], Launch]:
     """Declares a launch; the decorated function is its XLA reference.
 
     The function takes arrays by position and static, hashable parameters by keyword, and returns an array or a tuple of

@@ -20,6 +20,7 @@ Gradient, with ``n = x * r`` and ``g = dy * (offset + weight)``::
 from __future__ import annotations
 
 import functools
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,17 @@ from jaxarena.ops.checks import (
     check_same_shape,
     vary_together,
 )
-from jaxarena.ops.interface import launch
+from jaxarena.ops.interface import PER_TOKEN, launch
 
 __all__ = ["rms_norm"]
+
+
+@overload
+def rms_norm(x: Array, weight: Array, *, residual: None = None, eps: float = 1e-6, offset: float = 0.0) -> Array: ...
+
+
+@overload
+def rms_norm(x: Array, weight: Array, *, residual: Array, eps: float = 1e-6, offset: float = 0.0) -> tuple[Array, Array]: ...
 
 
 def rms_norm(
@@ -89,13 +98,13 @@ def _normed(x: Array, eps: float) -> tuple[Array, Array]:
     return wide * r, r
 
 
-@launch("rms_norm")
+@launch("rms_norm", row_ndim=PER_TOKEN)
 def rms_norm_forward(x: Float[Array, "*rows d"], weight: Float[Array, " d"], *, eps: float, offset: float) -> Float[Array, "*rows d"]:
     normed, _ = _normed(x, eps)
     return (normed * (offset + weight.astype(jnp.float32))).astype(x.dtype)
 
 
-@launch("add_rms_norm")
+@launch("add_rms_norm", row_ndim=PER_TOKEN)
 def add_rms_norm_forward(
     x: Float[Array, "*rows d"], residual: Float[Array, "*rows d"], weight: Float[Array, " d"], *, eps: float, offset: float
 ) -> tuple[Float[Array, "*rows d"], Float[Array, "*rows d"]]:
@@ -113,14 +122,14 @@ def _dnormed(x: Array, weight: Array, dy: Array, eps: float, offset: float) -> A
     return r * (g - normed * jnp.mean(g * normed, axis=-1, keepdims=True))
 
 
-@launch("rms_norm_dx")
+@launch("rms_norm_dx", row_ndim=PER_TOKEN)
 def rms_norm_dx(
     x: Float[Array, "*rows d"], weight: Float[Array, " d"], dy: Float[Array, "*rows d"], *, eps: float, offset: float
 ) -> Float[Array, "*rows d"]:
     return _dnormed(x, weight, dy, eps, offset).astype(x.dtype)
 
 
-@launch("add_rms_norm_dx")
+@launch("add_rms_norm_dx", row_ndim=PER_TOKEN)
 def add_rms_norm_dx(
     s: Float[Array, "*rows d"],
     weight: Float[Array, " d"],

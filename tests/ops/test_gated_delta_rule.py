@@ -63,7 +63,7 @@ def arguments(shape, dtype=jnp.float32, gates=None):
 def check(args, dtype=jnp.float32, *, qk_l2norm=False, terms=None, **params):
     eps = params.pop("l2norm_eps", 1e-6) if qk_l2norm else None
     op = functools.partial(gated_delta_rule, qk_l2norm=qk_l2norm, **({"l2norm_eps": eps} if qk_l2norm else {}), **params)
-    expected = functools.partial(naive, l2norm_eps=eps, scale=params.get("scale"))
+    expected = jax.jit(functools.partial(naive, l2norm_eps=eps, scale=params.get("scale")))
     terms = terms or args[0].shape[1] * args[0].shape[3]
     check_against_oracle(op, expected, args, ALL, dtype=dtype, terms=terms)
 
@@ -146,7 +146,7 @@ def test_D6_gates_of_zero_are_the_ungated_rule():
     q, k, v, g, beta = arguments((1, 130, 1, 2, 6, 5), gates=0.0)
     check_against_oracle(
         lambda q, k, v, beta: gated_delta_rule(q, k, v, g, beta),
-        lambda q, k, v, beta: naive(q, k, v, None, beta),
+        jax.jit(lambda q, k, v, beta: naive(q, k, v, None, beta)),
         [q, k, v, beta],
         (0, 1, 2, 3),
         dtype=jnp.float32,
@@ -199,7 +199,7 @@ def test_only_the_inputs_are_kept():
 
 def test_vmap_is_a_loop():
     args = [jnp.stack([a, 0.5 * a]) for a in arguments((1, 9, 1, 2, 4, 3))]
-    check_vmap(gated_delta_rule, args, ALL, (0,) * 5)
+    check_vmap(jax.jit(gated_delta_rule), args, ALL, (0,) * 5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

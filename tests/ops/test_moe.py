@@ -1,4 +1,4 @@
-"""moe: values and gradients against every token through every expert in float64, routing rules, exact answers, and what holds for every op."""
+"""moe: values and gradients against every token through every expert in float64, routing rules, exact answers, what any op does."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def with_shared(x, router, gate_up, down, *shared, **params):
     return moe(x, router, gate_up, down, shared=SharedExpert(*shared), **params)
 
 
+def jitted(function, **params):
+    """One compilation for the whole function: its operations one by one take several times as long."""
+    return jax.jit(functools.partial(function, **params))
+
+
 def arguments(lead, d, experts, f, dtype=jnp.float32, router_dtype=None):
     return [
         normal(0, (*lead, d), dtype),
@@ -76,8 +81,8 @@ def shared_arguments(d, s, dtype=jnp.float32):
 )
 def test_matches_the_oracle(lead, d, experts, f, params, dtype):
     check_against_oracle(
-        functools.partial(moe, **params),
-        functools.partial(naive, **params),
+        jitted(moe, **params),
+        jitted(naive, **params),
         arguments(lead, d, experts, f, dtype),
         ALL,
         dtype=dtype,
@@ -90,9 +95,7 @@ def test_matches_the_oracle(lead, d, experts, f, params, dtype):
 def test_with_a_shared_expert_and_a_float32_router(dtype):
     args = [*arguments((2, 33), 12, 6, 10, dtype, jnp.float32), *shared_arguments(12, 7, dtype)]
     params = {"top_k": 2}
-    check_against_oracle(
-        functools.partial(with_shared, **params), functools.partial(naive, **params), args, tuple(range(7)), dtype=dtype, terms=66, stages=4
-    )
+    check_against_oracle(jitted(with_shared, **params), jitted(naive, **params), args, tuple(range(7)), dtype=dtype, terms=66, stages=4)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -100,9 +103,9 @@ def test_M3_every_token_to_the_same_experts(top_k):
     x, router, gate_up, down = arguments((257,), 10, 8, 6)
     x = x.at[:, 0].set(1.0)
     router = router.at[0].set(0.0).at[0, 3].set(50.0).at[0, 5].set(40.0)
-    (y, balance), (_, _, dgate_up, ddown) = value_and_gradients(functools.partial(moe, top_k=top_k), [x, router, gate_up, down], ALL)
+    (y, balance), (_, _, dgate_up, ddown) = value_and_gradients(jitted(moe, top_k=top_k), [x, router, gate_up, down], ALL)
     # The second expert's share of the weight is about exp(-10): it is computed all the same.
-    expected = naive(x, router, gate_up, down, top_k=top_k)[0]
+    expected, _ = jitted(naive, top_k=top_k)(x, router, gate_up, down)
     chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-5)
     chex.assert_trees_all_close(balance, jnp.float32(8 / top_k), rtol=0.05)
     for e in range(8):
@@ -168,8 +171,8 @@ def test_M9_equal_experts_are_one_dense_network():
 def test_permuting_experts_changes_nothing():
     x, router, gate_up, down = arguments((40,), 8, 6, 5)
     order = np.random.default_rng(0).permutation(6)
-    got = moe(x, router[:, order], gate_up[order], down[order], top_k=2)
-    chex.assert_trees_all_close(got, moe(x, router, gate_up, down, top_k=2), rtol=1e-5, atol=1e-5)
+    run = jitted(moe, top_k=2)
+    chex.assert_trees_all_close(run(x, router[:, order], gate_up[order], down[order]), run(x, router, gate_up, down), rtol=1e-5, atol=1e-5)
 
 
 def test_balance_loss_of_a_uniform_router_is_one():
@@ -180,8 +183,9 @@ def test_balance_loss_of_a_uniform_router_is_one():
 
 def test_nan_stays_in_its_token():
     args = arguments((40,), 8, 6, 5)
-    clean, _ = moe(*args, top_k=2)
-    spoiled, _ = moe(args[0].at[7].set(jnp.nan), *args[1:], top_k=2)
+    run = jitted(moe, top_k=2)
+    clean, _ = run(*args)
+    spoiled, _ = run(args[0].at[7].set(jnp.nan), *args[1:])
     keep = jnp.arange(40) != 7
     chex.assert_trees_all_close(spoiled[keep], clean[keep], rtol=1e-6, atol=1e-6)
     assert bool(jnp.all(jnp.isnan(spoiled[7])))
@@ -190,7 +194,7 @@ def test_nan_stays_in_its_token():
 @pytest.mark.parametrize("lead", [(0,), (2, 0)])
 def test_J7_no_tokens(lead):
     args = arguments(lead, 8, 6, 5)
-    (y, balance), gradients = value_and_gradients(functools.partial(moe, top_k=2), args, ALL)
+    (y, balance), gradients = value_and_gradients(jitted(moe, top_k=2), args, ALL)
     chex.assert_shape(y, (*lead, 8))
     chex.assert_trees_all_equal(balance, jnp.float32(0.0))
     chex.assert_trees_all_equal(gradients, tuple(jnp.zeros_like(a) for a in args))
@@ -211,7 +215,7 @@ def test_frozen_weights_cost_no_launch():
 
 def test_vmap_is_a_loop():
     args = arguments((3, 12), 8, 6, 5)
-    check_vmap(functools.partial(moe, top_k=2), args, ALL, (0, None, None, None))
+    check_vmap(jitted(moe, top_k=2), args, ALL, (0, None, None, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

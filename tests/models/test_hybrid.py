@@ -1,0 +1,153 @@
+"""The hybrid model: its configuration, its shapes, and the demo's train step planned beside plain ``jax.jit``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxarena as ja
+from jaxarena.models import hybrid
+from jaxarena.testing import tolerance
+
+SMALL = {
+    "width": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "delta_key_heads": 1,
+    "delta_value_heads": 2,
+    "experts": 4,
+    "expert_width": 32,
+    "shared_width": 32,
+}
+
+
+def train_step_of(config: hybrid.HybridConfig) -> tuple[Any, Any]:
+    optimizer = optax.adamw(1e-3)
+
+    def train_step(params: Any, opt_state: Any, tokens: Any) -> Any:
+        (_, parts), gradients = jax.value_and_grad(hybrid.loss, has_aux=True)(params, tokens[:, :-1], tokens[:, 1:], config)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, parts["cross_entropy"], gradients
+
+    return optimizer, train_step
+
+
+@functools.cache
+def state_of(config: hybrid.HybridConfig, length: int = 45) -> tuple[Any, Any, jax.Array]:
+    params = hybrid.init(jax.random.key(0), config)
+    tokens = jax.random.randint(jax.random.key(1), (2, length + 1), 0, config.vocabulary)
+    return params, train_step_of(config)[0].init(params), tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_P4_train_step_has_the_same_bits_whatever_the_arena_held_and_the_plain_values(dtype: str) -> None:
+    config = hybrid.HybridConfig(dtype=dtype, **SMALL)
+    _, train_step = train_step_of(config)
+    state = state_of(config)
+    step = ja.jit(train_step)
+    plan = step.plan(*state)
+    plan.verify()
+    zeros, arena = step(plan.allocate(0), *state)
+    again, _ = step(arena, *state)
+    poisoned, _ = step(plan.allocate(255), *state)
+    apart = ja.jit(train_step, reuse=False)
+    without_reuse, _ = apart(apart.plan(*state).allocate(255), *state)
+    for other in (again, poisoned, without_reuse):
+        chex.assert_trees_all_equal(zeros, other, strict=True)
+    assert apart.plan(*state).bytes > plan.bytes
+
+    # XLA fuses the two programs differently: a value passes some 16 launches a layer, whose roundings add up as a root.
+    plain = jax.jit(train_step)(*state)
+    limit = tolerance(dtype, config.width, stages=round((16 * config.layers) ** 0.5))
+    chex.assert_trees_all_close(zeros[2], plain[2], rtol=limit)
+    for ours, theirs in zip(jax.tree.leaves(zeros[3]), jax.tree.leaves(plain[3]), strict=True):
+        chex.assert_trees_all_close(ours, theirs, rtol=0, atol=limit * float(jnp.abs(theirs).max()))
+
+
+def test_P7_train_step_holds_no_copy_of_the_arena() -> None:
+    config = hybrid.HybridConfig(**SMALL)
+    state = state_of(config)
+    step = ja.jit(lambda *state: train_step_of(config)[1](*state)[:3], donate_argnums=(0, 1))
+    plan = step.plan(*state)
+    memory = step.lower(plan.allocate(), *state).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= plan.bytes
+    assert memory.temp_size_in_bytes < plan.bytes
+
+
+def test_fifty_steps_trace_and_compile_once_and_learn() -> None:
+    config = hybrid.HybridConfig(layers=4, **SMALL)
+    _, train_step = train_step_of(config)
+    step = ja.jit(chex.assert_max_traces(lambda *state: train_step(*state)[:3], n=1), donate_argnums=(0, 1))
+    params, opt_state, tokens = jax.tree.map(jnp.copy, state_of(config))
+    arena = step.plan(params, opt_state, tokens).allocate()
+    losses = []
+    for _ in range(50):
+        (params, opt_state, loss), arena = step(arena, params, opt_state, tokens)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 1
+
+
+def test_planning_does_not_grow_with_depth() -> None:
+    plans = []
+    for layers in (8, 48):
+        config = hybrid.HybridConfig(layers=layers)
+        optimizer, train_step = train_step_of(config)
+        params = jax.eval_shape(lambda config=config: hybrid.init(jax.random.key(0), config))
+        tokens = jax.ShapeDtypeStruct((2, 257), jnp.int32)
+        plans.append(ja.jit(lambda *s, f=train_step: f(*s)[:3]).plan(params, jax.eval_shape(optimizer.init, params), tokens))
+    few, many = plans
+    assert len(few.launches) == len(many.launches)
+    assert len(few.form.tensors) == len(many.form.tensors)
+    assert 5 * few.bytes < many.bytes < 6.5 * few.bytes
+    assert many.ratio < 1.05
+
+
+def test_heads_tied_and_untied() -> None:
+    shapes = {
+        tied: jax.eval_shape(lambda tied=tied: hybrid.init(jax.random.key(0), hybrid.HybridConfig(tied=tied))) for tied in (True, False)
+    }
+    assert "head" not in shapes[True]
+    chex.assert_shape(shapes[False]["head"], (256, 128))
+    assert hybrid.parameter_count(shapes[False]) - hybrid.parameter_count(shapes[True]) == 256 * 128
+
+
+def test_the_future_does_not_leak_into_the_past() -> None:
+    config = hybrid.HybridConfig(layers=4, balance_weight=0.0, **SMALL)
+    params, _, tokens = state_of(config)
+    # Only the first 20 labels count, so that later tokens must not matter.
+    labels = jnp.where(jnp.arange(45) < 20, tokens[:, 1:], -100)
+    loss = jax.jit(lambda tokens: hybrid.loss(params, tokens, labels, config)[1]["cross_entropy"])
+    changed = tokens[:, :-1].at[:, 20:].set(7)
+    chex.assert_trees_all_close(loss(tokens[:, :-1]), loss(changed), rtol=1e-6)
+    assert abs(float(loss(tokens[:, :-1]) - loss(tokens[:, :-1].at[:, 5].add(1)))) > 1e-4
+
+
+def test_every_parameter_has_a_gradient() -> None:
+    config = hybrid.HybridConfig(layers=4, tied=False, **SMALL)
+    params, _, tokens = state_of(config)
+    gradients = jax.jit(jax.grad(lambda p: hybrid.loss(p, tokens[:, :-1], tokens[:, 1:], config)[0]))(params)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert float(jnp.abs(gradient).max()) > 0, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": 6}, "layers must be a multiple of 4.*got 6"),
+        ({"heads": 3, "kv_heads": 2}, "heads must be a multiple of kv_heads, got 3 and 2"),
+        ({"delta_key_heads": 3}, "delta_value_heads must be a multiple of delta_key_heads, got 4 and 3"),
+        ({"rotary_size": 7}, "rotary_size must be even and at most head_size = 32, got 7"),
+        ({"experts_per_token": 9}, "experts_per_token must be at most experts = 8, got 9"),
+        ({"dtype": "float16"}, "dtype must be 'float32' or 'bfloat16', got 'float16'"),
+        ({"width": 0}, "width must be positive, got 0"),
+    ],
+)
+def test_configurations_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hybrid.HybridConfig(**fields)
