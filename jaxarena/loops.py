@@ -27,7 +27,7 @@ from jaxarena.residence import HERE, Home, Residence, Residences, is_reshape, la
 __all__ = ["decide"]
 
 
-def decide(residences: Residences, block: Block, outside: set[Value]) -> None:
+def decide(residences: Residences, block: Block, outside: set[Value], handed_on: frozenset[Value] = frozenset()) -> None:
     """Decides the residence of all values made in ``block``; those in ``outside`` stay XLA arrays.
 
     Rewrites ``block.nodes``: views and joins are gone, the copies that slots need are there.
@@ -36,7 +36,7 @@ def decide(residences: Residences, block: Block, outside: set[Value]) -> None:
     nodes: list[Node] = []
     for index, node in enumerate(block.nodes):
         if isinstance(node, Loop):
-            nodes += _LoopSlots(residences, node, outside, block, read_later=_reads(block.nodes[index + 1 :])).decide()
+            nodes += _LoopSlots(residences, node, outside, block, read_later=_reads(block.nodes[index + 1 :]) | handed_on).decide()
             nodes.append(node)
         elif node.launch is not None:
             for value, row_ndim in zip(node.outputs, node.launch.row_ndims([v.aval for v in node.outputs]), strict=True):
@@ -86,7 +86,7 @@ class _LoopSlots:
         kept = set(values([y for y, s in zip(loop.ys, loop.stacks, strict=True) if s not in stays]))
         for k in range(len(loop.carries)):
             self._choose_carry(k, kept)
-        decide(self.residences, loop.body, body_outside)
+        decide(self.residences, loop.body, body_outside, frozenset(values([*loop.carry_outs, *loop.ys])))
         for k, carry in self.carried.items():
             loop.carry_outs[k] = self._put(loop.carry_outs[k], carry.home, carry.writes, loop.body, loop.body.nodes)
             last = carry.writes.start + carry.writes.step * (loop.length - 1)
@@ -135,20 +135,38 @@ class _LoopSlots:
     def _is_read_before_written(self, carry: Value, out: Atom) -> bool:
         """Whether the next value may overwrite the carry in place: nothing reads the old one once the new one is written.
 
-        XLA's equations read all they need of the arena before they write; a launch may write a tile before it reads the next.
+        XLA's equations read all they need of the arena before they write; a launch may write a tile before it reads the next, and a
+        loop reads in every turn.
         """
-        reads, writes = -1, -1
+        loop, reads = self.loop, -1
         seen = {carry}
-        for index, node in enumerate(self.loop.body.nodes):
+        for index, node in enumerate(loop.body.nodes):
             if any(v in seen for v in values(node.inputs)):
                 reads = index
                 if isinstance(node, Equation) and (is_reshape(node) or node.primitive in (jp.slice_p, lax.split_p)):
                     seen.update(node.outputs)
-            if out in node.outputs:
-                writes = index
-        if writes < 0 or carry in (*self.loop.ys, *self.loop.carry_outs):
+                elif isinstance(node, Equation) and node.primitive is lax.optimization_barrier_p:
+                    seen.update(v for a, v in zip(node.inputs, node.outputs, strict=True) if isinstance(a, Value) and a in seen)
+        writer = self._first_writer(out)
+        if writer is None or not seen.isdisjoint(values([*loop.ys, *loop.carry_outs])):
             return False
-        return reads < writes or (reads == writes and self._launch_behind(out) is None)
+        writes = loop.body.nodes.index(writer)
+        return reads < writes or (reads == writes and isinstance(writer, Equation) and writer.launch is None)
+
+    def _first_writer(self, out: Atom) -> Node | None:
+        """The first node of the body that may write into the memory of ``out``: through views, parts of joins and starts of loops."""
+        maker = self.maker.get(out) if isinstance(out, Value) else None
+        if maker is None:
+            return None
+        sources: list[Atom] = []
+        if isinstance(maker, Loop):
+            sources = [a for a, f in zip(maker.init, maker.finals, strict=True) if f is out]
+        elif maker.primitive is lax.optimization_barrier_p:
+            sources = [a for a, v in zip(maker.inputs, maker.outputs, strict=True) if v is out]
+        elif is_reshape(maker) or maker.primitive is jp.concatenate_p:
+            sources = maker.inputs
+        writers = [w for w in map(self._first_writer, sources) if w is not None]
+        return min([maker, *writers], key=self.loop.body.nodes.index)
 
     def _launch_behind(self, atom: Atom) -> Equation | None:
         """The launch in the body that makes a value, looked for through reshapes."""
@@ -213,15 +231,17 @@ class _LoopSlots:
         for k, carry in self.carried.items():
             first = Slot(None, carry.reads.start)
             start = self.loop.init[k]
-            # Where the first slot is written again, only a value that nobody reads later may be made there.
-            shared = not carry.is_kept and (start in self.read_later or self._body_reads(start) or self.loop.init.count(start) > 1)
+            # Where the first slot is written again, only a value whose memory nobody reads later may be made there.
+            shared = not carry.is_kept and isinstance(start, Value) and (self._is_read_again(start) or self.loop.init.count(start) > 1)
             self.loop.init[k] = self._put(start, carry.home, first, self.block, copies, always_copy=shared)
         return [c for c in copies if isinstance(c, Equation)]
 
-    def _body_reads(self, atom: Atom) -> bool:
-        return any(a is atom for n in self.loop.body.nodes for a in n.inputs) or any(
-            a is atom for a in (*self.loop.ys, *self.loop.carry_outs, *self.loop.xs)
-        )
+    def _is_read_again(self, start: Value) -> bool:
+        """Whether the memory of ``start``, by whatever name, is read in the loop or after it."""
+        loop, residence = self.loop, self.residences.get(start)
+        home = residence.resolved().home if residence is not None else None
+        reads = self.read_later | _reads(loop.body.nodes) | set(values([*loop.ys, *loop.carry_outs, *loop.xs]))
+        return any(v is start or (home is not None and v in self.residences and self.residences[v].resolved().home is home) for v in reads)
 
     def _put(self, atom: Atom, home: Home, slot: Slot, block: Block, copies: list[Node], always_copy: bool = False) -> Value:
         """Has ``atom`` written into a slot of ``home``: where it is made, or by a copy put into ``copies``. Returns the value in the slot."""

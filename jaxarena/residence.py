@@ -180,6 +180,8 @@ def _slice(layout: Layout, view: View, starts: tuple[int, ...], stops: tuple[int
 
 
 def _slice_axis(layout: Layout, view: View, axis: int, start: int, stop: int) -> panels.Part | None:
+    if layout.flat:
+        return panels.slice_rows(layout, view, start, stop) if axis == 0 else None
     first_column_axis = len(layout.shape) - layout.row_ndim
     if axis == first_column_axis:
         inner = math.prod(layout.shape[axis + 1 :])

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -26,12 +27,15 @@ from jax import lax
 from jaxarena.ops.interface import launch
 from tests.programs import both_forward, sum_forward, times, times_forward, twice, twice_forward
 
-__all__ = ["Program", "random_program"]
+__all__ = ["Program", "random_program", "shrink"]
 
 SMALL = 3
 """The bound of inputs and of what loops carry."""
 
 EXACT = {"float32": 2**22, "int32": 2**22, "bfloat16": 2**8, "bool": 1}
+MOST_MOVES = 5
+"""Of the body of a loop or call."""
+
 WIDTHS = 32, 64, 96, 128, 130, 256
 
 
@@ -105,7 +109,7 @@ class Program:
     """A function of ``inputs``, made of ``moves`` moves drawn from ``seed``; ``skip`` leaves moves out, by path."""
 
     seed: int
-    moves: int = 8
+    moves: int = 7
     skip: frozenset[tuple[int, ...]] = frozenset()
 
     @property
@@ -117,6 +121,11 @@ class Program:
         dtypes = [jnp.float32, rng.choice([jnp.float32, jnp.bfloat16]), jnp.float32, rng.choice([jnp.float32, jnp.int32, jnp.bfloat16])]
         arrays = [jnp.asarray(rng.integers(-SMALL, SMALL + 1, s), d) for s, d in zip(shapes, dtypes, strict=True)]
         return [*arrays, jnp.asarray(rng.integers(0, 2, shapes[0][-1:]), jnp.bool_)]
+
+    @property
+    def jaxpr(self) -> str:
+        """The program as text."""
+        return str(jax.make_jaxpr(self.__call__)(*self.inputs))
 
     def __call__(self, *inputs: jax.Array) -> Any:
         body = Body(self, [Bounded(x, 1 if x.dtype == bool else SMALL) for x in inputs], depth=0)
@@ -130,7 +139,18 @@ class Program:
         return results
 
 
-def random_program(seed: int, moves: int = 8) -> Program:
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """The program without the moves that do not matter to its failing: first whole bodies, then the moves in those that stay."""
+    for depth in (1, 2, 3):
+        for path in reversed(list(itertools.product(range(program.moves), *[range(MOST_MOVES)] * (depth - 1)))):
+            if not any(path[:n] in program.skip for n in range(1, depth + 1)):
+                smaller = dataclasses.replace(program, skip=program.skip | {path})
+                if smaller.jaxpr != program.jaxpr and fails(smaller):
+                    program = smaller
+    return program
+
+
+def random_program(seed: int, moves: int = 7) -> Program:
     return Program(seed, moves)
 
 
@@ -362,7 +382,9 @@ def _alias(v: Bounded, rng: np.random.Generator) -> Bounded:
     return Bounded(x, v.bound)
 
 
-def _call(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], body: Body, rng: np.random.Generator, path: tuple[int, ...]) -> Iterable[Bounded]:
+def _call(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], body: Body, rng: np.random.Generator, path: tuple[int, ...]
+) -> Iterable[Bounded]:
     """A nested call: some operands are passed, the rest of the pool is closed over."""
     passed = [body.pick(rng) for _ in range(rng.integers(1, 4))]
     moves = int(rng.integers(1, 4))
@@ -417,8 +439,13 @@ def _scan(body: Body, rng: np.random.Generator, path: tuple[int, ...]) -> Iterab
     scanned = [stacks[rng.integers(len(stacks))] for _ in range(rng.integers(3)) if stacks]
     if rng.random() < 0.4:
         v = body.pick_number(rng)
-        scanned.append(Bounded(jnp.stack([v.array, *(body.pick_like(rng, v).array for _ in range(length - 1))]), max(w.bound for w in body.pool if w.kind == v.kind)))
-    moves = int(rng.integers(1, 5 if body.depth else 6))
+        scanned.append(
+            Bounded(
+                jnp.stack([v.array, *(body.pick_like(rng, v).array for _ in range(length - 1))]),
+                max(w.bound for w in body.pool if w.kind == v.kind),
+            )
+        )
+    moves = int(rng.integers(1, MOST_MOVES if body.depth else MOST_MOVES + 1))
     outer = [*late, *(body.pick(rng) for _ in range(rng.integers(3)))]
     bounds: list[int] = []
 
@@ -452,7 +479,9 @@ def _scan(body: Body, rng: np.random.Generator, path: tuple[int, ...]) -> Iterab
         return [v.array for v in outs], [v.array for v in kept]
 
     start = [v.array for v in carried]
-    finals, stacked = lax.scan(turn, start, [v.array for v in scanned], length=length, reverse=bool(rng.integers(2)), unroll=int(rng.choice([1, 1, 1, 2])))
+    finals, stacked = lax.scan(
+        turn, start, [v.array for v in scanned], length=length, reverse=bool(rng.integers(2)), unroll=int(rng.choice([1, 1, 1, 2]))
+    )
     return [*(Bounded(y, b) for y, b in zip(stacked, bounds, strict=True)), *(Bounded(f, SMALL) for f in finals), *late]
 
 
@@ -499,8 +528,3 @@ _MOVES: dict[Move, tuple[float, int]] = {
     _scan: (9, 1),
     _gradient: (1, 0),
 }
-
-
-def without(program: Program, paths: Sequence[tuple[int, ...]]) -> Program:
-    """The program with more moves left out."""
-    return dataclasses.replace(program, skip=program.skip | frozenset(paths))
