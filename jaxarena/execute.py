@@ -39,7 +39,8 @@ def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Seq
     run = _Run(schedule, {home: placement.find(name).row for home, name in schedule.home_names.items()}, buffer)
     run.env.update(zip(schedule.graph.inputs, (*schedule.graph.constants, *inputs), strict=True))
     run.steps(schedule.steps)
-    return [run.read(o) for o in schedule.graph.outputs], run.buffer
+    outputs = run.read_all(schedule.graph.outputs)
+    return outputs, run.buffer
 
 
 class _Run:
@@ -57,9 +58,19 @@ class _Run:
             elif isinstance(step, Region):
                 self._region(step)
             else:
-                self._write_all(step.outputs, _apply(step, [self.read(a) for a in step.inputs]))
+                self._write_all(step.outputs, _apply(step, self.read_all(step.inputs)))
 
-    def read(self, atom: Atom) -> Any:
+    def read_all(self, atoms: Sequence[Atom]) -> list[Any]:
+        """The arrays of atoms; those of the arena pass one barrier with it, or XLA would copy the arena to keep them readable."""
+        arrays = [self._load(a) for a in atoms]
+        lying = [k for k, a in enumerate(atoms) if isinstance(a, Value) and a in self.residences]
+        if lying:
+            settled, self.buffer = lax.optimization_barrier(([arrays[k] for k in lying], self.buffer))
+            for k, array in zip(lying, settled, strict=True):
+                arrays[k] = array
+        return arrays
+
+    def _load(self, atom: Atom) -> Any:
         """The array of an atom: a literal, an XLA array, or what lies in the arena."""
         if not isinstance(atom, Value):
             aval: Any = atom.aval
@@ -70,13 +81,10 @@ class _Run:
         place = residence.resolved()
         slot_rows = place.home.layout.bytes // ROW_BYTES
         if place.run is None:
-            x, self.buffer = storage.read(self.buffer, self._row(place), place.layout, place.view, slot_rows)
-            return x
+            return storage.load(self.buffer, self._row(place), place.layout, place.view, slot_rows)
         slots = lax.dynamic_slice_in_dim(self.buffer, self._row(place), place.run * slot_rows)
         slots = slots.reshape(place.run, slot_rows, ROW_BYTES)
-        stack = jax.vmap(lambda slot: storage.read(slot, 0, place.layout, place.view, slot_rows)[0])(slots)
-        x, self.buffer = lax.optimization_barrier((stack, self.buffer))
-        return x
+        return jax.vmap(lambda slot: storage.load(slot, 0, place.layout, place.view, slot_rows))(slots)
 
     def _write_all(self, values: Sequence[Value], arrays: Sequence[Any]) -> None:
         for value, array in zip(values, arrays, strict=True):
@@ -98,7 +106,7 @@ class _Run:
         return base + index * slot_rows
 
     def _region(self, region: Region) -> None:
-        local = {v: self.read(v) for v in region.inputs}
+        local = dict(zip(region.inputs, self.read_all(region.inputs), strict=True))
         for equation in region.equations:
             arrays = _apply(equation, [local[a] if isinstance(a, Value) else a.val for a in equation.inputs])
             local.update(zip(equation.outputs, arrays, strict=True))
@@ -110,8 +118,8 @@ class _Run:
         carried = [k for k, v in enumerate(loop.carries) if v not in self.residences]
         scanned = [k for k, v in enumerate(loop.elements) if v not in self.residences]
         stacked = [k for k, v in enumerate(loop.stacks) if v not in self.residences]
-        init = [self.read(loop.init[k]) for k in carried]
-        xs = [self.read(loop.xs[k]) for k in scanned]
+        init = self.read_all([loop.init[k] for k in carried])
+        xs = self.read_all([loop.xs[k] for k in scanned])
         outer_env = self.env
 
         def body(carry: Any, element: Any) -> Any:
@@ -121,8 +129,8 @@ class _Run:
             self.env.update(zip((loop.carries[k] for k in carried), arrays, strict=True))
             self.env.update(zip((loop.elements[k] for k in scanned), slices, strict=True))
             self.steps(repeat.body)
-            outs = [self.read(loop.carry_outs[k]) for k in carried]
-            ys = [self.read(loop.ys[k]) for k in stacked]
+            outs = self.read_all([loop.carry_outs[k] for k in carried])
+            ys = self.read_all([loop.ys[k] for k in stacked])
             return (self.buffer, outs), ys
 
         # The turn counts from 0 in the order of execution; lax.scan hands a reversed loop its elements from the last on.

@@ -244,7 +244,7 @@ class _LoopSlots:
         return any(v is start or (home is not None and v in self.residences and self.residences[v].resolved().home is home) for v in reads)
 
     def _put(self, atom: Atom, home: Home, slot: Slot, block: Block, copies: list[Node], always_copy: bool = False) -> Value:
-        """Has ``atom`` written into a slot of ``home``: where it is made, or by a copy put into ``copies``. Returns the value in the slot."""
+        """Has ``atom`` written into a slot of ``home``: where it is made, or by a copy put into ``copies``. Returns the slot's value."""
         if isinstance(atom, Value) and atom not in self.residences.outside and not always_copy:
             residence = self.residences.get(atom)
             maker = next((n for n in block.nodes if atom in n.outputs), None)

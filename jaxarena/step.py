@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,9 @@ class Step:
         nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self._static_nums, self._static_names = _match_static(function, nums, names)
-        self._donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        # The static positions come out counted from the front, as jax.jit counts them; so must these, with the arena put before them.
+        self._donated = _match_static(function, donated, ())[0]
         self._traced = jax.jit(function, static_argnums=self._static_nums, static_argnames=self._static_names)
         self._planned: dict[int, tuple[Any, Schedule, Plan]] = {}
         self._jitted = jax.jit(
@@ -84,11 +86,11 @@ class Step:
 
         Raises:
           TypeError: when ``arena`` is no arena, or under ``jax.grad`` and its kin: take gradients inside the step.
-          ValueError: when ``arena`` is of another program or size, was donated to an earlier call, or when two donated arguments
-            are one array.
+          ValueError: when ``arena`` is of another program or size or was donated to an earlier call, or when an array that is donated
+            is passed twice.
         """
         self._check_arena(arena)
-        self._check_donated(args)
+        self._check_donated(args, kwargs)
         return self._jitted(arena, *args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -144,21 +146,27 @@ class Step:
         if data.is_deleted():
             raise ValueError(f"{self._name}: arena was donated to an earlier call: pass the arena which that call returned")
 
-    def _check_donated(self, args: tuple[Any, ...]) -> None:
+    def _check_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        donated = {n: args[n] for n in self._donated if n < len(args)}
+        kept = {n: a for n, a in enumerate(args) if n not in donated} | kwargs
         seen: dict[int, str] = {}
-        for n in self._donated:
-            if n >= len(args):
-                continue
-            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n]):
-                where = f"argument {n}{jax.tree_util.keystr(path)}"
-                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-                    if leaf.is_deleted():
-                        raise ValueError(f"{self._name}: {where} was donated to an earlier call: pass what that call returned")
-                    if id(leaf) in seen:
-                        raise ValueError(
-                            f"{self._name}: {seen[id(leaf)]} and {where} are one array and cannot both be donated: copy one of them"
-                        )
-                    seen[id(leaf)] = where
+        for leaf, where in _arrays(donated):
+            if leaf.is_deleted():
+                raise ValueError(f"{self._name}: {where} was donated to an earlier call: pass what that call returned")
+            if id(leaf) in seen:
+                raise ValueError(f"{self._name}: {seen[id(leaf)]} and {where} are one array and cannot both be donated: copy one of them")
+            seen[id(leaf)] = where
+        for leaf, where in _arrays(kept):
+            if id(leaf) in seen:
+                raise ValueError(f"{self._name}: {seen[id(leaf)]} is donated and {where} is the same array: copy one of them")
+
+
+def _arrays(arguments: dict[Any, Any]) -> Iterator[tuple[jax.Array, str]]:
+    """The arrays among the arguments (no tracers), each with words that say where it is."""
+    for key, argument in arguments.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+                yield leaf, f"argument {key}{jax.tree_util.keystr(path)}"
 
 
 def _match_static(function: Callable[..., Any], nums: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:

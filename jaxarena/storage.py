@@ -14,8 +14,8 @@ decodes to zeros. Other scales are never below the smallest normal number; in a 
 ``amax / scale``, so that it decodes within its own amax. A block that holds a NaN or an Inf has scale NaN and words 0: all of it
 decodes to NaN, and no other block changes.
 
-**Reads and writes** move one array (or a view of one) out of or into the arena. Each passes its result and the arena through one
-``lax.optimization_barrier``: without it XLA copies the whole arena at each read.
+**Loads and writes** move one array (or a view of one) out of or into the arena. What was loaded passes one ``lax.optimization_barrier``
+together with the arena before the next write: without it XLA copies the whole arena at each read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxarena._arena_types import ALIGN, ROW_BYTES
 from jaxarena.panels import WORDS, Layout, View, full_view, row_spans
 
-__all__ = ["DTYPE_OF_STORAGE", "STORAGE_OF_DTYPE", "decode", "dequantize", "encode", "quantize", "read", "write"]
+__all__ = ["DTYPE_OF_STORAGE", "STORAGE_OF_DTYPE", "decode", "dequantize", "encode", "load", "quantize", "write"]
 
 DTYPE_OF_STORAGE: dict[str, Any] = {
     "f32": jnp.dtype(jnp.float32),
@@ -123,10 +123,13 @@ def decode(rows: jax.Array, layout: Layout, dtype: DTypeLike = jnp.float32) -> j
     return _fetch(rows, jnp.int32(0), layout, full_view(layout), dtype)
 
 
-def read(
+def load(
     arena: jax.Array, row: ArrayLike, layout: Layout, view: View, home_rows: int, dtype: DTypeLike = jnp.float32
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """Reads a part of a home out of the arena.
+
+    What is made of the result must pass, together with the arena, through one ``lax.optimization_barrier`` before the arena is written
+    again: without it XLA copies the whole arena.
 
     Args:
       arena: ``int8[rows, 128]``.
@@ -137,19 +140,17 @@ def read(
       dtype: what a quantized part is decoded to.
 
     Returns:
-      The array of ``layout.shape``, and the arena to go on with.
+      The array of ``layout.shape``.
 
     Raises:
       ValueError: when the part does not lie within ``home_rows``.
     """
-    _check_view("read", layout, view, home_rows)
-    x = _fetch(arena, jnp.asarray(row, jnp.int32), layout, view, dtype)
-    x, arena = lax.optimization_barrier((x, arena))
-    return x, arena
+    _check_view("load", layout, view, home_rows)
+    return _fetch(arena, jnp.asarray(row, jnp.int32), layout, view, dtype)
 
 
 def write(arena: jax.Array, row: ArrayLike, layout: Layout, view: View, x: jax.Array, home_rows: int | None = None) -> jax.Array:
-    """Writes ``x`` into a part of a home, and zeros into the part's pads; arguments as for :func:`read`.
+    """Writes ``x`` into a part of a home, and zeros into the part's pads; arguments as for :func:`load`.
 
     Returns:
       The arena to go on with.
@@ -276,7 +277,11 @@ def _to_panels(x: jax.Array, layout: Layout, per_row: int) -> jax.Array:
 def _from_panels(x: jax.Array, layout: Layout) -> jax.Array:
     """The inverse of :func:`_to_panels`."""
     x = x[:, :, : layout.rows_per_group]
-    x = x[0] if layout.panels == 1 else x.transpose(1, 2, 0, 3)
+    if layout.itemsize == 2 and layout.panels <= 32:
+        # On the CPU up to three times as fast as a transposition of 16-bit values.
+        x = jnp.concatenate(list(x), axis=-1)
+    else:
+        x = x[0] if layout.panels == 1 else x.transpose(1, 2, 0, 3)
     return x.reshape(layout.groups, layout.rows_per_group, -1)[..., : layout.columns].reshape(layout.shape)
 
 

@@ -16,7 +16,7 @@ from tests.programs import both_forward, check_step, integers, sum_forward, twic
 from tests.random_programs import Program, random_program, shrink
 
 # Between them every move, loops in loops, joins, and stacks of all lengths; from 3025 on, seeds that found a fault.
-SEEDS = 0, 3, 5, 6, 8, 11, 3025, 3048, 3105, 3106
+SEEDS = 0, 3, 8, 11, 3025, 3048, 3105, 3106
 
 
 def check(program: Program) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import chex
 import jax
@@ -14,9 +15,15 @@ from jax import lax
 
 from jaxarena.arena import quant_parts
 from jaxarena.panels import Layout, View, columns, full_view, row_spans, slice_groups, slice_rows
-from jaxarena.storage import DTYPE_OF_STORAGE, STORAGE_OF_DTYPE, decode, dequantize, encode, quantize, read, write
+from jaxarena.storage import DTYPE_OF_STORAGE, STORAGE_OF_DTYPE, decode, dequantize, encode, load, quantize, write
 
 RAW = list(DTYPE_OF_STORAGE)
+
+
+def read(arena: jax.Array, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """What a launch does with an operand: loads it, and takes it through one barrier with the arena."""
+    x, arena = lax.optimization_barrier((load(arena, *args), arena))
+    return x, arena
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], storage: str) -> np.ndarray:
@@ -463,7 +470,7 @@ def test_decode_to_another_dtype():
         (lambda: encode(jnp.ones((2, 3), jnp.int8), Layout((2, 3), "int8", 1)), TypeError, "int8 takes floating point, got int8"),
         (lambda: decode(jnp.zeros((7, 128), jnp.int8), Layout((2, 3), "f32", 1)), ValueError, r"rows of shape \(8, 128\), got \(7, 128\)"),
         (
-            lambda: read(jnp.zeros((64, 128), jnp.int8), 0, Layout((8, 40), "f32", 1), View(8, 8, 8), 16),
+            lambda: load(jnp.zeros((64, 128), jnp.int8), 0, Layout((8, 40), "f32", 1), View(8, 8, 8), 16),
             ValueError,
             "needs rows 8 to 24, its home has 16",
         ),
