@@ -90,7 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="demo", help="folder for the checkpoint and the plan's picture (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--steps", type=int, default=300, help="length of the whole run, which sets the learning rate's schedule")
+    parser.add_argument("--steps", type=int, default=150, help="length of the whole run, which sets the learning rate's schedule")
     parser.add_argument("--stop", type=int, help="stop after this step, to be resumed")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
     parser.add_argument("--length", type=int, default=512, help="bytes a sequence")

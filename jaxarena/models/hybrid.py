@@ -95,7 +95,8 @@ class HybridConfig:
             raise ValueError(f"HybridConfig: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if self.delta_value_heads % self.delta_key_heads:
             raise ValueError(
-                f"HybridConfig: delta_value_heads must be a multiple of delta_key_heads, got {self.delta_value_heads} and {self.delta_key_heads}"
+                "HybridConfig: delta_value_heads must be a multiple of delta_key_heads, "
+                f"got {self.delta_value_heads} and {self.delta_key_heads}"
             )
         if self.rotary_size % 2 or self.rotary_size > self.head_size:
             raise ValueError(f"HybridConfig: rotary_size must be even and at most head_size = {self.head_size}, got {self.rotary_size}")
