@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import statistics
@@ -20,6 +21,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -47,6 +50,12 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """The median, and the distance of the quartiles over the median."""
     low, middle, high = statistics.quantiles(values, n=4)
     return middle, (high - low) / middle
+
+
+def device_name() -> str:
+    """What the figures were measured on."""
+    device = jax.devices()[0]
+    return f"a CPU with {os.cpu_count()} cores" if device.platform == "cpu" else f"one {device.device_kind}"
 
 
 def write(suite: str, device: str, rows: Sequence[Row], device_name: str) -> Path:

@@ -102,14 +102,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--calls", type=int, default=15)
     args = parser.parse_args()
-    device = jax.devices()[0]
     rows = planning_rows(3)
     for dtype in ("float32", "bfloat16"):
         rows += step_rows(dtype, args.batch, args.length, args.calls)
     for row in rows:
         print(f"{row.case:50} {row.ours:12.4g} {row.metric:6} {row.peer} {row.peer_value:12.4g}  {row.ratio:.3f} times")
-    name = "2 cores of a server CPU" if device.platform == "cpu" else device.device_kind
-    print(results.write("step", device.platform, rows, name))
+    print(results.write("step", jax.devices()[0].platform, rows, results.device_name()))
 
 
 if __name__ == "__main__":

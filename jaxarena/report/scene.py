@@ -1,7 +1,7 @@
 """What a picture of a plan shows, before it is drawn: a box for each array and scratch, a colour group for each kind of launch.
 
 **Kinds.** An array is named after the launch that makes it, and names that begin with the same word belong together: ``project.3``,
-``project_dx.1`` and ``kept project.2`` are one kind, labelled by the words that its names share (``project``; ``rms_norm`` for
+``project_dx.1`` and ``kept layer0/project.2`` are one kind, labelled by the words that its names share (``project``; ``rms_norm`` for
 ``rms_norm`` and ``rms_norm_dx``). A kind's size is the area of its boxes, bytes times launches. The largest kinds get a colour each,
 in this order; what is left shares one.
 """
@@ -27,6 +27,8 @@ PALETTE = ("#4c78d8", "#f0a029", "#2ba38d", "#e5604d", "#8f67dc", "#86b93f", "#d
 
 OTHER = "#8b93a1"
 """The colour that the remaining kinds share."""
+
+_ROLES = ("kept", "carry", "join")
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,9 @@ def ink_on(colour: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name, without numbers, parts and the mark of what a loop keeps: ``kept rms_norm_dx.3`` is rms, norm, dx."""
-    stem = name.split(" ")[1] if name.startswith("kept ") else re.split(r"[ /]", name)[0]
+    """The words of a name without its role, scope, part and numbers: ``kept layer0/rms_norm_dx.3`` is rms, norm, dx."""
+    role, _, rest = name.partition(" ")
+    stem = (rest if role in _ROLES and rest else name).split(" ")[0].split("/")[-1]
     words = [word.rstrip("0123456789") for word in re.split(r"[\W_]+", stem)]
     return [word for word in words if word] or ["unnamed"]
 

@@ -18,7 +18,7 @@ def test_names_that_begin_with_one_word_are_one_kind_labelled_by_what_they_share
         "gated_delta_rule": ["gated_delta_rule_forward.1", "gated_delta_rule_backward.1"],
         "moe": ["moe_gate_up.1", "moe_down.9"],
         "scan": ["scan.1 enters.1"],
-        "x": ["x1", "x2/part.4"],
+        "x": ["x1", "layer0/x2 part:4", "carry x.3", "join layer1/x.1"],
         "kept": ["kept.1"],
         "unnamed": ["7"],
     }
