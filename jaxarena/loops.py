@@ -30,7 +30,8 @@ __all__ = ["decide"]
 def decide(residences: Residences, block: Block, outside: set[Value], handed_on: frozenset[Value] = frozenset()) -> None:
     """Decides the residence of all values made in ``block``; those in ``outside`` stay XLA arrays.
 
-    ``handed_on`` are the values that a loop's body hands to the next turn or stacks: they are read after all of its nodes. Rewrites ``block.nodes``: views and joins are gone, the copies that slots need are there.
+    ``handed_on`` are the values that a loop's body hands to the next turn or stacks: they are read after all of its nodes.
+    Rewrites ``block.nodes``: views and joins are gone, the copies that slots need are there.
     """
     residences.outside |= outside
     nodes: list[Node] = []
