@@ -39,7 +39,7 @@ def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Seq
     run = _Run(schedule, {home: placement.find(name).row for home, name in schedule.home_names.items()}, buffer)
     run.env.update(zip(schedule.graph.inputs, (*schedule.graph.constants, *inputs), strict=True))
     run.steps(schedule.steps)
-    outputs = run.read_all(schedule.graph.outputs)
+    outputs = run.read_all(schedule.graph.outputs)  # before the buffer is taken: reading passes it on
     return outputs, run.buffer
 
 
@@ -79,7 +79,7 @@ class _Run:
         if residence is None:
             return self.env[atom]
         place = residence.resolved()
-        slot_rows = place.home.layout.bytes // ROW_BYTES
+        slot_rows = place.home.slot_rows
         if place.run is None:
             return storage.load(self.buffer, self._row(place), place.layout, place.view, slot_rows)
         slots = lax.dynamic_slice_in_dim(self.buffer, self._row(place), place.run * slot_rows)
@@ -93,17 +93,15 @@ class _Run:
                 self.env[value] = array
             else:
                 place = residence.resolved()
-                slot_rows = place.home.layout.bytes // ROW_BYTES
-                self.buffer = storage.write(self.buffer, self._row(place), place.layout, place.view, array, slot_rows)
+                self.buffer = storage.write(self.buffer, self._row(place), place.layout, place.view, array, place.home.slot_rows)
 
     def _row(self, place: Residence) -> Any:
         """The first arena row of a slot: a constant, or an int32 of the loop's turn."""
         base, slot = self.rows[place.home], place.slot
-        slot_rows = place.home.layout.bytes // ROW_BYTES
         index = slot.start + slot.step * self.turns[slot.loop] if slot.loop is not None else slot.start
         if slot.modulus is not None:
             index = index % slot.modulus
-        return base + index * slot_rows
+        return base + index * place.home.slot_rows
 
     def _region(self, region: Region) -> None:
         local = dict(zip(region.inputs, self.read_all(region.inputs), strict=True))

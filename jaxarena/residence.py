@@ -59,6 +59,11 @@ class Home:
         self.row = 0  # of this home's first row within the parent's (slot)
         self.slot = HERE  # of the parent
 
+    @property
+    def slot_rows(self) -> int:
+        """Arena rows of one slot."""
+        return self.layout.bytes // ROW_BYTES
+
     def become_part(self, parent: Home, slot: Slot = HERE, row: int = 0) -> None:
         self.parent, self.slot, self.row = parent, slot, row
 
