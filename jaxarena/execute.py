@@ -2,7 +2,8 @@
 
 Every value that lives in the arena is written to its rows by the launch that makes it and read from there by each launch that uses
 it, so a wrong plan gives wrong numbers, not only a wrong picture. Each read and write passes the arena through a barrier
-(:mod:`jaxarena.storage`): in place, without a copy.
+(:mod:`jaxarena.storage`): in place, without a copy. What one launch read and the very next reads too (the two gradients of a product,
+say) is read once for both.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxarena import storage
-from jaxarena.arena import ROW_BYTES, Arena
-from jaxarena.graph import Atom, Equation, Value
+from jaxarena.arena import Arena
+from jaxarena.graph import Atom, Equation, Value, values
 from jaxarena.residence import Home, Residence
 from jaxarena.schedule import Region, Repeat, Schedule, Step
 
@@ -30,7 +31,7 @@ def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Seq
     Args:
       schedule: what to run.
       placement: where every home lies.
-      buffer: the arena, int8 [rows, 128].
+      buffer: the arena, int8 [rows, 128] or uint32 [rows, 32].
       inputs: the step's inputs, flat, without the closed-over constants.
 
     Returns:
@@ -50,6 +51,7 @@ class _Run:
         self.residences, self.rows, self.buffer = schedule.residences, rows, buffer
         self.env: dict[Value, Any] = {}
         self.turns: dict[str, Any] = {}
+        self.just_read: dict[Value, Any] = {}  # by the launch before, from the arena
 
     def steps(self, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -62,13 +64,14 @@ class _Run:
 
     def read_all(self, atoms: Sequence[Atom]) -> list[Any]:
         """The arrays of atoms; those of the arena pass one barrier with it, or XLA would copy the arena to keep them readable."""
-        arrays = [self._load(a) for a in atoms]
-        lying = [k for k, a in enumerate(atoms) if isinstance(a, Value) and a in self.residences]
-        if lying:
-            settled, self.buffer = lax.optimization_barrier(([arrays[k] for k in lying], self.buffer))
-            for k, array in zip(lying, settled, strict=True):
-                arrays[k] = array
-        return arrays
+        lying = [a for a in values(atoms) if a in self.residences]
+        read = {a: self.just_read[a] for a in lying if a in self.just_read}
+        fresh = [a for a in dict.fromkeys(lying) if a not in read]
+        if fresh:
+            settled, self.buffer = lax.optimization_barrier(([self._load(a) for a in fresh], self.buffer))
+            read.update(zip(fresh, settled, strict=True))
+        self.just_read = read
+        return [read[a] if isinstance(a, Value) and a in read else self._load(a) for a in atoms]
 
     def _load(self, atom: Atom) -> Any:
         """The array of an atom: a literal, an XLA array, or what lies in the arena."""
@@ -83,7 +86,7 @@ class _Run:
         if place.run is None:
             return storage.load(self.buffer, self._row(place), place.layout, place.view, slot_rows)
         slots = lax.dynamic_slice_in_dim(self.buffer, self._row(place), place.run * slot_rows)
-        slots = slots.reshape(place.run, slot_rows, ROW_BYTES)
+        slots = slots.reshape(place.run, slot_rows, -1)
         return jax.vmap(lambda slot: storage.load(slot, 0, place.layout, place.view, slot_rows))(slots)
 
     def _write_all(self, values: Sequence[Value], arrays: Sequence[Any]) -> None:
@@ -126,6 +129,7 @@ class _Run:
             self.env = dict(outer_env)
             self.env.update(zip((loop.carries[k] for k in carried), arrays, strict=True))
             self.env.update(zip((loop.elements[k] for k in scanned), slices, strict=True))
+            self.just_read = {}
             self.steps(repeat.body)
             outs = self.read_all([loop.carry_outs[k] for k in carried])
             ys = self.read_all([loop.ys[k] for k in stacked])
@@ -137,7 +141,7 @@ class _Run:
         (self.buffer, outs), ys = lax.scan(
             body, (self.buffer, init), (turns, xs), length=loop.length, reverse=loop.reverse, unroll=loop.unroll
         )
-        self.env = outer_env
+        self.env, self.just_read = outer_env, {}
         self.env.update(zip((loop.finals[k] for k in carried), outs, strict=True))
         self.env.update(zip((loop.stacks[k] for k in stacked), ys, strict=True))
 

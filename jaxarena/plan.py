@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxarena.arena import ROW_BYTES, Arena, Placed, PlacedScratch
 from jaxarena.lifetime import Form, Launch
@@ -17,6 +18,7 @@ from jaxarena.planner import Interval, bound, validate
 from jaxarena.report.data import from_plain, to_plain
 from jaxarena.report.picture import save
 from jaxarena.report.text import text
+from jaxarena.storage import arena_element
 
 __all__ = ["ArenaBuffer", "Plan", "Temporary"]
 
@@ -40,7 +42,7 @@ class ArenaBuffer:
     """The memory of one arena: ``data``, int8 [rows, 128], and which plan it was allocated for. A pytree, to be donated.
 
     Attributes:
-      data: the buffer.
+      data: the buffer; on the CPU the same bytes as uint32 [rows, 32] (:mod:`jaxarena.storage` says why).
       plan: the plan's fingerprint (static).
     """
 
@@ -140,8 +142,9 @@ class Plan:
         """
         if not 0 <= fill <= 255:
             raise ValueError(f"Plan.allocate: fill must be a byte, 0 to 255, got {fill}")
-        data = jnp.full((self.arena.rows, ROW_BYTES), fill - 256 if fill > 127 else fill, jnp.int8)
-        return ArenaBuffer(data, self.fingerprint)
+        element = arena_element(jax.default_backend())
+        row = np.full(ROW_BYTES, fill, np.uint8).view(element)
+        return ArenaBuffer(jnp.tile(row, (self.arena.rows, 1)), self.fingerprint)
 
     def __str__(self) -> str:
         return text(self)

@@ -10,7 +10,6 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxarena.arena import ROW_BYTES
 from jaxarena.execute import execute
 from jaxarena.plan import ArenaBuffer, Plan
 from jaxarena.planner import place
@@ -104,7 +103,7 @@ class Step:
 
     def _run(self, arena: ArenaBuffer, *args: Any, **kwargs: Any) -> tuple[Any, ArenaBuffer]:
         schedule, plan, out_tree = self._prepare(args, kwargs)
-        if arena.plan != plan.fingerprint or arena.data.shape != (plan.arena.rows, ROW_BYTES):
+        if arena.plan != plan.fingerprint or arena.nbytes != plan.bytes:
             raise ValueError(
                 f"{self._name}: arena was allocated for plan {arena.plan} with {arena.data.shape[0]} rows, but these arguments need plan "
                 f"{plan.fingerprint} with {plan.arena.rows} rows: allocate one with step.plan(...).allocate() on arguments of these shapes"

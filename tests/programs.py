@@ -57,7 +57,8 @@ def integers(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def check_step(function: Callable[..., Any], *args: Any, exact: bool = True, **jit_options: Any) -> ja.Plan:
-    """Runs ``function`` planned, with the arena filled with 0x00, with 0xFF and with reuse off: all the same bits, and the plain result.
+    """Runs ``function`` planned, with the arena filled with 0x00, with 0xFF (as bytes and as words) and with reuse off: all the same
+    bits, and the plain result.
 
     Returns the plan. With ``exact=False`` the caller compares with the plain result itself.
     """
@@ -65,6 +66,8 @@ def check_step(function: Callable[..., Any], *args: Any, exact: bool = True, **j
     plan = step.plan(*args)
     plan.verify()
     results = [step(plan.allocate(fill), *args)[0] for fill in (0, 255)]
+    as_bytes = ja.ArenaBuffer(jnp.full((plan.arena.rows, 128), -1, jnp.int8), plan.fingerprint)
+    results.append(step(as_bytes, *args)[0])
     no_reuse = ja.jit(function, reuse=False, **jit_options)
     results.append(no_reuse(no_reuse.plan(*args).allocate(255), *args)[0])
     for other in results[1:]:
