@@ -24,11 +24,15 @@ Times = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A home: an array, or a stack of ``slots`` equal arrays, ``layout.bytes`` apart."""
+    """A home: an array, or a stack of ``slots`` equal arrays, ``layout.bytes`` apart.
+
+    ``saved`` is how many bytes less that is than in the array's own storage, where it is kept in another.
+    """
 
     name: str
     layout: Layout
     slots: int = 1
+    saved: int = 0
 
     @property
     def bytes(self) -> int:

@@ -84,10 +84,11 @@ class _Run:
         place = residence.resolved()
         slot_rows = place.home.slot_rows
         if place.run is None:
-            return storage.load(self.buffer, self._row(place), place.layout, place.view, slot_rows)
+            array = storage.load(self.buffer, self._row(place), place.layout, place.view, slot_rows)
+            return array.astype(atom.aval.dtype)  # kept arrays may lie in another storage
         slots = lax.dynamic_slice_in_dim(self.buffer, self._row(place), place.run * slot_rows)
         slots = slots.reshape(place.run, slot_rows, -1)
-        return jax.vmap(lambda slot: storage.load(slot, 0, place.layout, place.view, slot_rows))(slots)
+        return jax.vmap(lambda slot: storage.load(slot, 0, place.layout, place.view, slot_rows))(slots).astype(atom.aval.dtype)
 
     def _write_all(self, values: Sequence[Value], arrays: Sequence[Any]) -> None:
         for value, array in zip(values, arrays, strict=True):
@@ -96,6 +97,7 @@ class _Run:
                 self.env[value] = array
             else:
                 place = residence.resolved()
+                array = array.astype(storage.DTYPE_OF_STORAGE.get(place.layout.storage, array.dtype))
                 self.buffer = storage.write(self.buffer, self._row(place), place.layout, place.view, array, place.home.slot_rows)
 
     def _row(self, place: Residence) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 from jax.extend.core import Literal, Primitive
 
 from jaxarena.ops.interface import Launch, launch_of
+from jaxarena.panels import Layout
 
-__all__ = ["Atom", "Block", "Equation", "Loop", "Node", "Value", "values"]
+__all__ = ["Atom", "Block", "Copy", "Equation", "Loop", "Node", "Value", "values"]
 
 
 class Value:
@@ -35,7 +36,10 @@ Atom = Value | Literal
 
 @dataclasses.dataclass(eq=False)
 class Equation:
-    """One primitive applied to atoms. ``context`` is JAX's own (matmul modes and the like), entered when it is run."""
+    """One primitive applied to atoms. ``context`` is JAX's own (matmul modes and the like), entered when it is run.
+
+    ``is_backward`` says that it belongs to the backward pass of a ``jax.grad`` in the step.
+    """
 
     primitive: Primitive
     params: dict[str, Any]
@@ -44,6 +48,7 @@ class Equation:
     outputs: list[Value]
     scope: str
     has_effects: bool = False
+    is_backward: bool = False
 
     @property
     def launch(self) -> Launch | None:
@@ -72,6 +77,7 @@ class Loop:
     finals: list[Value]
     stacks: list[Value]
     scope: str
+    is_backward: bool = False
 
     @property
     def inputs(self) -> list[Atom]:
@@ -96,6 +102,15 @@ class Block:
     """Nodes in order; every value is made before it is read."""
 
     nodes: list[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """What is known of a value that is a copy for the backward pass: what it copies, by name and value, and the layout it is to have."""
+
+    name: str
+    source: Value
+    layout: Layout
 
 
 def values(atoms: Sequence[Atom]) -> Iterator[Value]:

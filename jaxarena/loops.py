@@ -45,6 +45,9 @@ def decide(residences: Residences, block: Block, outside: set[Value], handed_on:
                 if value not in outside and layout is not None:
                     residences.own(value, layout, block)
             nodes.append(node)
+        elif node.outputs and node.outputs[0] in residences.copies:
+            residences.own(node.outputs[0], residences.copies[node.outputs[0]].layout, block, "kept")
+            nodes.append(node)
         elif node.primitive is jp.concatenate_p and residences.join(node, outside, block):
             pass
         elif node.primitive.name == "optimization_barrier":

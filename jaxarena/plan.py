@@ -90,6 +90,20 @@ class Plan:
         return "optimal" if self.bytes == self.bound else f"within {100 * (self.ratio - 1):.1f} % of the bound"
 
     @property
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays stored otherwise for the backward pass (``jit``'s ``storage``), by storage."""
+        found: dict[str, int] = {}
+        for tensor in self.form.tensors:
+            if tensor.saved:
+                found[tensor.layout.storage] = found.get(tensor.layout.storage, 0) + tensor.bytes
+        return found
+
+    @property
+    def saved_bytes(self) -> int:
+        """How many bytes less those take than in their own storage, all together (they need not all live at once)."""
+        return sum(tensor.saved for tensor in self.form.tensors)
+
+    @property
     def launches(self) -> tuple[Launch, ...]:
         return self.form.launches
 

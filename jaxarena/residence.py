@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jax import lax
@@ -23,7 +24,7 @@ from jax.extend.core import primitives as jp
 
 from jaxarena import panels
 from jaxarena.arena import ROW_BYTES
-from jaxarena.graph import Block, Equation, Value, values
+from jaxarena.graph import Block, Copy, Equation, Value, values
 from jaxarena.lifetime import Slot
 from jaxarena.panels import Layout, View
 from jaxarena.storage import STORAGE_OF_DTYPE
@@ -102,11 +103,13 @@ class Residences(dict[Value, Residence]):
     """The residence of every value that lives in the arena; values that are missing are XLA arrays.
 
     ``outside`` holds the values that must stay XLA arrays: the step's outputs, and what its loops stack or carry for them.
+    ``copies`` are the values that :mod:`jaxarena.kept` put in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Mapping[Value, Copy] | None = None) -> None:
         super().__init__()
         self.outside: set[Value] = set()
+        self.copies = copies or {}
 
     def own(self, value: Value, layout: Layout, block: Block, role: str = "") -> Residence:
         """Gives ``value`` a home of its own."""

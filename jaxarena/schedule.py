@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from jaxarena.arena import Scratch
-from jaxarena.graph import Atom, Block, Equation, Loop, Node, Value, values
+from jaxarena.graph import Atom, Block, Copy, Equation, Loop, Node, Value, values
+from jaxarena.kept import keep
 from jaxarena.lifetime import Alias, Form, Launch, Slot, Tensor
 from jaxarena.lifetime import Loop as LoopSpan
 from jaxarena.loops import decide
 from jaxarena.panels import full_view
 from jaxarena.plan import Temporary
 from jaxarena.residence import Home, Residences
+from jaxarena.storage import STORAGE_OF_DTYPE
 from jaxarena.trace import Graph
 
 __all__ = ["Region", "Repeat", "Schedule", "Step", "schedule"]
@@ -54,9 +57,12 @@ class Schedule:
     temporaries: tuple[Temporary, ...]
 
 
-def schedule(graph: Graph, name: str) -> Schedule:
-    """Decides where every value lives and in which order launches run. The graph's blocks are rewritten on the way."""
-    residences = Residences()
+def schedule(graph: Graph, name: str, policy: Mapping[str, str | None] | None = None) -> Schedule:
+    """Decides where every value lives and in which order launches run. The graph's blocks are rewritten on the way.
+
+    ``policy`` is the storage of what is kept for the backward pass, as :func:`jaxarena.kept.keep` takes it.
+    """
+    residences = Residences(keep(graph, policy or {}))
     decide(residences, graph.block, set(values(graph.outputs)))
     steps = _steps(graph.block, set(values(graph.outputs)), residences)
     return _Writer(graph, residences, steps, name).schedule()
@@ -68,7 +74,7 @@ def _steps(block: Block, needed: set[Value], residences: Residences) -> list[Ste
     for node in block.nodes:
         if isinstance(node, Loop) or node.launch is not None:
             groups.append(node)
-        elif groups and isinstance(groups[-1], list):
+        elif groups and isinstance(groups[-1], list) and _is_copy(node, residences) == _is_copy(groups[-1][0], residences):
             groups[-1].append(node)
         else:
             groups.append([node])
@@ -126,7 +132,7 @@ class _Writer:
             if isinstance(step, Repeat):
                 self._write_loop(step)
             elif isinstance(step, Region):
-                self._launch(_region_name(step), step.inputs, step.outputs, step.equations[0].scope)
+                self._launch(_region_name(step, self.residences), step.inputs, step.outputs, step.equations[0].scope)
             else:
                 launch = step.launch
                 assert launch is not None
@@ -186,8 +192,9 @@ class _Writer:
         place = self.residences[value].resolved()
         home = place.home
         if home not in self.home_names:
-            self.home_names[home] = self._free(f"{home.role} {launch}".strip())
-            self.tensors.append(Tensor(self.home_names[home], home.layout, home.slots))
+            copy = self.residences.copies.get(value)
+            self.home_names[home] = self._free(f"{home.role} {copy.name if copy else launch}".strip())
+            self.tensors.append(Tensor(self.home_names[home], home.layout, home.slots, _saved(home, copy)))
         if self.residences[value].is_whole:
             name = self.home_names[home]
         else:
@@ -217,6 +224,20 @@ class _Writer:
         return free
 
 
-def _region_name(region: Region) -> str:
-    copies = all(e.primitive.name == "copy" for e in region.equations)
-    return "copy" if copies else "xla"
+def _is_copy(equation: Equation, residences: Residences) -> bool:
+    """Whether an equation makes the copy of an array for the backward pass."""
+    return any(v in residences.copies for v in equation.outputs)
+
+
+def _region_name(region: Region, residences: Residences) -> str:
+    if _is_copy(region.equations[0], residences):
+        return "keep"
+    return "copy" if all(e.primitive.name == "copy" for e in region.equations) else "xla"
+
+
+def _saved(home: Home, copy: Copy | None) -> int:
+    """The bytes that a copy for the backward pass takes less than the array itself would."""
+    if copy is None:
+        return 0
+    raw = dataclasses.replace(home.layout, storage=STORAGE_OF_DTYPE[copy.source.aval.dtype])
+    return home.slots * (raw.bytes - home.layout.bytes)

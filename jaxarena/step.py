@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxarena.execute import execute
+from jaxarena.kept import StoragePolicy, check_policy
 from jaxarena.plan import ArenaBuffer, Plan
 from jaxarena.planner import place
 from jaxarena.schedule import Schedule, schedule
@@ -26,6 +27,7 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     reuse: bool = True,
+    storage: StoragePolicy = None,
 ) -> Step:
     """Makes a step of ``function``: like ``jax.jit``, but its arrays live in one planned arena.
 
@@ -45,8 +47,15 @@ def jit(
       static_argnames: their names, when passed by keyword.
       reuse: whether arrays share memory once they are dead. ``False`` gives every array bytes of its own, for hunting a bug:
         the results must have the same bits.
+      storage: how arrays that the forward pass keeps for the backward pass are stored meanwhile: None (as they are), ``"bf16"``,
+        ``"int8"`` (one word a value) or ``"int8x2"`` (two words) for all of them, or a dict from patterns to these. See
+        :mod:`jaxarena.kept`.
+
+    Raises:
+      TypeError: when ``function`` is not callable, or ``storage`` no string or dict.
+      ValueError: for an unknown storage.
     """
-    return Step(function, donate_argnums, static_argnums, static_argnames, reuse)
+    return Step(function, donate_argnums, static_argnums, static_argnames, reuse, storage)
 
 
 class Step:
@@ -59,12 +68,14 @@ class Step:
         static_argnums: int | Sequence[int] = (),
         static_argnames: str | Iterable[str] = (),
         reuse: bool = True,
+        storage: StoragePolicy = None,
     ):
         if not callable(function):
             raise TypeError(f"jaxarena.jit: function must be callable, got {function!r}")
         self._function = function
         self._name = getattr(function, "__name__", type(function).__name__)
         self._reuse = reuse
+        self._policy = check_policy(storage)
         nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self._static_nums, self._static_names = _match_static(function, nums, names)
@@ -119,7 +130,7 @@ class Step:
         out_tree = jax.tree.structure(traced.out_info)
         known = self._planned.get(id(jaxpr))
         if known is None:
-            scheduled = schedule(Graph(traced), self._name)
+            scheduled = schedule(Graph(traced), self._name, self._policy)
             plan = Plan(scheduled.form, place(scheduled.form, reuse=self._reuse), scheduled.temporaries)
             known = (jaxpr, scheduled, plan)
             if not any(isinstance(c, jax.core.Tracer) for c in scheduled.graph.constants):

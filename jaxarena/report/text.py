@@ -35,21 +35,26 @@ def _summary(plan: Plan) -> list[str]:
     if plan.arena.counters:
         counts.append(f"{human(plan.arena.counters)} of arrival counts beside the arena")
     bound = plan.bound
+    stored = [f"{human(size)} in {storage}" for storage, size in sorted(plan.kept_bytes.items())]
+    kept = [f"kept for the backward pass: {', '.join(stored)}, {human(plan.saved_bytes)} less than as they are"] if stored else []
     verdict = f"bound {human(bound)}, ratio {plan.ratio:.3f}, {plan.verdict}"
     return [
         f"{form.name}: arena {human(plan.bytes)} ({plan.bytes:,} bytes), {verdict}",
         f"XLA temporaries at most {human(plan.xla_bytes)} (estimated); {', '.join(counts)}",
+        *kept,
     ]
 
 
 def _arrays(plan: Plan) -> list[str]:
+    saved_of = {tensor.name: tensor.saved for tensor in plan.form.tensors}
     largest = sorted(plan.arena.placed, key=lambda p: (-p.bytes, p.first, p.name))[:_ARRAYS]
-    rows = [("name", "shape", "storage", "slots", "size", "offset", "launches")]
+    rows = [("name", "shape", "storage", "slots", "size", "saved", "offset", "launches")]
     for p in largest:
         part = plan.form.parts[p.name]
+        saved = human(saved_of[p.name]) if saved_of.get(p.name) else "-"
         shape = "x".join(map(str, part.layout.shape)) or "scalar"
         name, storage, life = _cut(p.name, 34), part.layout.storage, f"{p.first}-{p.last}"
-        rows.append((name, _cut(shape, 24), storage, str(part.slots), human(p.bytes), f"{p.offset:,}", life))
+        rows.append((name, _cut(shape, 24), storage, str(part.slots), human(p.bytes), saved, f"{p.offset:,}", life))
     return [_title("Largest arrays", len(largest), len(plan.arena.placed)), *_table(rows, left=3)] if largest else []
 
 

@@ -188,3 +188,21 @@ def test_every_parameter_has_a_gradient() -> None:
 def test_configurations_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hybrid.HybridConfig(**fields)
+
+
+@pytest.mark.parametrize("storage", ["int8", "int8x2"])
+def test_kept_arrays_in_words_change_gradients_a_little_and_the_loss_not_at_all(storage: str) -> None:
+    config = hybrid.HybridConfig(**CONTINUOUS)
+    params, _, tokens = state_of(config)
+    exact_step, step = ja.jit(loss_and_gradients_of(config)), ja.jit(loss_and_gradients_of(config), storage=storage)
+    exact_plan, plan = exact_step.plan(params, tokens), step.plan(params, tokens)
+    plan.verify()
+    (exact_loss, exact), _ = exact_step(exact_plan.allocate(255), params, tokens)
+    (loss, gradients), _ = step(plan.allocate(255), params, tokens)
+    chex.assert_trees_all_equal(loss, exact_loss)
+    squares = jax.tree.map(lambda a, b: (jnp.sum((a - b) ** 2), jnp.sum(b**2)), gradients, exact)
+    off, size = (sum(pair[k] for pair in jax.tree.leaves(squares, is_leaf=lambda p: isinstance(p, tuple))) for k in (0, 1))
+    # A word rounds by 1 / 254 of a block's largest value, which is about 3 deviations; two words by 1 / 65278.
+    assert 0 < float(jnp.sqrt(off / size)) < {"int8": 0.05, "int8x2": 2e-4}[storage]
+    assert plan.saved_bytes > 0
+    assert plan.bytes < exact_plan.bytes
