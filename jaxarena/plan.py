@@ -39,15 +39,15 @@ class Temporary:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ArenaBuffer:
-    """The memory of one arena: ``data``, int8 [rows, 128], and which plan it was allocated for. A pytree, to be donated.
+    """The memory of one arena: ``data``, int8 [rows, 128], and which plans it was allocated for. A pytree, to be donated.
 
     Attributes:
       data: the buffer; on the CPU the same bytes as uint32 [rows, 32] (:mod:`jaxarena.storage` says why).
-      plan: the plan's fingerprint (static).
+      plans: the fingerprints of the plans that may run in it (static).
     """
 
     data: jax.Array
-    plan: str = dataclasses.field(metadata={"static": True})
+    plans: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +158,7 @@ class Plan:
             raise ValueError(f"Plan.allocate: fill must be a byte, 0 to 255, got {fill}")
         element = arena_element(jax.default_backend())
         row = np.full(ROW_BYTES, fill, np.uint8).view(element)
-        return ArenaBuffer(jnp.tile(row, (self.arena.rows, 1)), self.fingerprint)
+        return ArenaBuffer(jnp.tile(row, (self.arena.rows, 1)), (self.fingerprint,))
 
     def __str__(self) -> str:
         return text(self)

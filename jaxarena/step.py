@@ -114,14 +114,14 @@ class Step:
 
     def _run(self, arena: ArenaBuffer, *args: Any, **kwargs: Any) -> tuple[Any, ArenaBuffer]:
         schedule, plan, out_tree = self._prepare(args, kwargs)
-        if arena.plan != plan.fingerprint or arena.nbytes != plan.bytes:
+        if plan.fingerprint not in arena.plans or arena.nbytes < plan.bytes:
             raise ValueError(
-                f"{self._name}: arena was allocated for plan {arena.plan} with {arena.data.shape[0]} rows, but these arguments need plan "
-                f"{plan.fingerprint} with {plan.arena.rows} rows: allocate one with step.plan(...).allocate() on arguments of these shapes"
+                f"{self._name}: arena was allocated for plan {', '.join(arena.plans)} with {arena.nbytes} bytes, but these arguments need "
+                f"plan {plan.fingerprint} with {plan.bytes} bytes: allocate one with step.plan(...).allocate() on arguments of these shapes"
             )
         buffer, *leaves = _guard_p.bind(arena.data, *jax.tree.leaves(self._dynamic(args, kwargs)))
         outputs, data = execute(schedule, plan.arena, buffer, leaves)
-        return jax.tree.unflatten(out_tree, outputs), ArenaBuffer(data, arena.plan)
+        return jax.tree.unflatten(out_tree, outputs), ArenaBuffer(data, arena.plans)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Schedule, Plan, Any]:
         """The schedule and the plan, made once for each trace that jax.jit keeps."""

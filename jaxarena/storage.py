@@ -131,9 +131,7 @@ def decode(rows: jax.Array, layout: Layout, dtype: DTypeLike = jnp.float32) -> j
     return _fetch(rows, jnp.int32(0), layout, full_view(layout), dtype)
 
 
-def load(
-    arena: jax.Array, row: ArrayLike, layout: Layout, view: View, home_rows: int, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def load(arena: jax.Array, row: ArrayLike, layout: Layout, view: View, home_rows: int, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Reads a part of a home out of the arena.
 
     What is made of the result must pass, together with the arena, through one ``lax.optimization_barrier`` before the arena is written

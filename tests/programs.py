@@ -66,7 +66,7 @@ def check_step(function: Callable[..., Any], *args: Any, exact: bool = True, **j
     plan = step.plan(*args)
     plan.verify()
     results = [step(plan.allocate(fill), *args)[0] for fill in (0, 255)]
-    as_bytes = ja.ArenaBuffer(jnp.full((plan.arena.rows, 128), -1, jnp.int8), plan.fingerprint)
+    as_bytes = ja.ArenaBuffer(jnp.full((plan.arena.rows, 128), -1, jnp.int8), (plan.fingerprint,))
     results.append(step(as_bytes, *args)[0])
     no_reuse = ja.jit(function, reuse=False, **jit_options)
     results.append(no_reuse(no_reuse.plan(*args).allocate(255), *args)[0])

@@ -233,10 +233,10 @@ def test_wrong_arenas_are_named() -> None:
     wrong = other.plan(x, x)
     with pytest.raises(ValueError, match=f"double_sum: arena was allocated for plan {wrong.fingerprint}.*need plan {right.fingerprint}"):
         step(wrong.allocate(), x, x)
-    with pytest.raises(ValueError, match="with 16 rows: allocate one"):
+    with pytest.raises(ValueError, match="with 2048 bytes: allocate one"):
         step(step.plan(jnp.ones((9, 64)), jnp.ones((9, 64))).allocate(), x, x)
-    with pytest.raises(ValueError, match=r"with 3 rows, but these arguments need plan"):
-        step(ja.ArenaBuffer(jnp.zeros((3, 128), jnp.int8), right.fingerprint), x, x)
+    with pytest.raises(ValueError, match=r"with 384 bytes, but these arguments need plan"):
+        step(ja.ArenaBuffer(jnp.zeros((3, 128), jnp.int8), (right.fingerprint,)), x, x)
 
 
 def test_gradients_and_batches_around_a_step_are_refused() -> None:
