@@ -1,133 +1,210 @@
-"""Softmax attention, causal or full, with several query heads to a key head, and its backward in two passes.
+"""Softmax attention, with several query heads to a key head, and its backward in two passes.
 
     s_ij = scale * q_i . k_j           lse_i = log sum over j of exp(s_ij)
     p_ij = exp(s_ij - lse_i)           o_i = sum over j of p_ij v_j
 
-over the keys j that row i sees: all, or j <= i if causal. Neither scores nor probabilities ever exist as a whole: the forward
-takes a block of query rows through the blocks of keys with a running maximum and sum (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018; Dao et al., "FlashAttention", 2022) and keeps one number a row, lse. The backward recomputes p from
-it. With the row terms D_i = do_i . o_i, which equal the sum over j of p_ij dp_ij,
+over the keys j that row i sees (:mod:`jaxarena.ops.attention_blocks`): causal, in a window, of its segment. With a ``softcap`` c, scores
+are ``c tanh(s / c)``. A row that sees no key has o = 0 and lse = -inf. Neither scores nor probabilities ever exist as a whole: the
+forward takes a block of query rows through the blocks of keys with a running maximum and sum (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022) and keeps one number a row, lse. The backward recomputes p
+from it. With the row terms D_i = do_i . o_i - dlse_i, where do_i . o_i equals the sum over j of p_ij dp_ij,
 
-    dp_ij = do_i . v_j        ds_ij = p_ij (dp_ij - D_i)
+    dp_ij = do_i . v_j        ds_ij = p_ij (dp_ij - D_i), times 1 - (s_ij / c)^2 under a softcap
     key pass:    dv_j = sum over i of p_ij do_i,   dk_j = scale * sum over i of ds_ij q_i
     query pass:  dq_i = scale * sum over j of ds_ij k_j
 
 Each pass owns what it writes and sums in the order of the blocks, so gradients repeat bit for bit with no atomics.
 
-Products take the operands' dtype (p and ds are rounded to it) and sum in float32; the softmax is float32. Shapes: q (batch, time,
-heads, d); k (batch, time, key heads, d); v (batch, time, key heads, dv); o (batch, time, heads, dv); lse and D (batch, heads,
-time). Query head h reads key head h // (heads / key heads).
+Products take the operands' dtype (p and ds are rounded to it) and sum in float32; the softmax is float32. Shapes: q (batch, queries,
+heads, d); k (batch, keys, key heads, d); v (batch, keys, key heads, dv); o (batch, queries, heads, dv); lse and D (batch, heads,
+queries). Query head h reads key head h // (heads / key heads).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
-from jaxarena.ops.checks import check_choice, check_finite, check_float, check_ndim, check_same_dtype, check_shape, vary_together
+from jaxarena.ops.attention_blocks import Mask, Rules, blocks, filled, key_blocks, over_blocks, product, row_vector, rows
+from jaxarena.ops.checks import (
+    check_choice,
+    check_finite,
+    check_float,
+    check_int,
+    check_ndim,
+    check_positive_int,
+    check_same_dtype,
+    check_shape,
+    vary_together,
+)
 from jaxarena.ops.interface import launch
 
 __all__ = ["attention"]
 
 _OP = "attention"
-_BLOCK = 128
 
 
 def attention(
-    q: Float[Array, "b t h d"],
-    k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g dv"],
+    q: Float[Array, "b tq h d"],
+    k: Float[Array, "b tk g d"],
+    v: Float[Array, "b tk g dv"],
     *,
     causal: bool = True,
     scale: float | None = None,
-) -> Float[Array, "b t h dv"]:
-    """Attends every query to the keys of its sequence.
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Int[Array, "b t"] | tuple[Int[Array, "b tq"], Int[Array, "b tk"]] | None = None,
+    lengths: Int[Array, " b"] | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "b tq h dv"] | tuple[Float[Array, "b tq h dv"], Float[Array, "b h tq"]]:
+    """Attends every query to the keys of its sequence that it sees.
 
     Args:
-      q: (batch, time, heads, d), bfloat16 or float32; any d from 1 up.
-      k: (batch, time, key heads, d) in the dtype of ``q``; the heads are a multiple of the key heads.
-      v: (batch, time, key heads, dv) in the dtype of ``q``; any dv from 1 up.
-      causal: whether row i sees the keys 0 to i only.
+      q: (batch, queries, heads, d), bfloat16 or float32; any d from 1 up.
+      k: (batch, keys, key heads, d) in the dtype of ``q``; the heads are a multiple of the key heads.
+      v: (batch, keys, key heads, dv) in the dtype of ``q``; any dv from 1 up.
+      causal: whether a row sees only the keys up to its own. With fewer queries than keys the queries are the last rows (bottom-right
+        aligned), as in decoding.
       scale: multiplies the scores; ``d ** -0.5`` if None.
+      window: with ``causal``, a row sees only so many keys, its own included.
+      softcap: bounds the scaled scores smoothly.
+      segment_ids: int32, for packed sequences: a row sees only keys with its own id. One array for as many queries as keys, else a
+        pair for queries and keys.
+      lengths: int32 [batch]: how many of the keys each sequence has, as in a cache; the queries are the last of them. No gradient.
+      return_lse: whether to return lse too, with its gradient.
 
     Returns:
-      (batch, time, heads, dv) in the dtype of ``q``.
+      (batch, queries, heads, dv) in the dtype of ``q``; with ``return_lse`` also lse, float32 (batch, heads, queries).
 
     Raises:
       TypeError: a dtype is not supported.
-      ValueError: shapes do not fit together, the heads are no multiple of the key heads, or q and k differ in time.
+      ValueError: shapes do not fit together, the heads are no multiple of the key heads, there are more queries than keys under
+        ``causal``, or an option is out of its range.
     """
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_float(_OP, name, array)
         check_ndim(_OP, name, array, "batch time heads size")
         check_same_dtype(_OP, name, array, "q", q)
-    batch, time, heads, size = q.shape
-    key_heads = k.shape[2]
-    if k.shape[1] != time:
-        raise ValueError(f"{_OP}: k must have the time of q (a continuation is not supported), got {k.shape[1]} keys and {time} queries")
+    batch, queries, heads, size = q.shape
+    keys, key_heads = k.shape[1:3]
+    check_choice(_OP, "causal", causal, (True, False))
+    if causal and queries > keys:
+        raise ValueError(f"{_OP}: q must have at most as many rows as k when causal, got {queries} queries and {keys} keys")
     if min(heads, key_heads) < 1 or heads % key_heads:
         raise ValueError(f"{_OP}: q must have a multiple of k's heads, got {heads} query heads and {key_heads} key heads")
     if size < 1 or v.shape[3] < 1:
         raise ValueError(f"{_OP}: heads must have at least 1 element, got {size} for q and {v.shape[3]} for v")
-    check_shape(_OP, "k", k, (batch, time, key_heads, size), "batch, time and size of q")
-    check_shape(_OP, "v", v, (batch, time, key_heads, v.shape[3]), "batch, time and heads of k")
+    check_shape(_OP, "k", k, (batch, keys, key_heads, size), "batch and size of q")
+    check_shape(_OP, "v", v, (batch, keys, key_heads, v.shape[3]), "batch, time and heads of k")
     scale = size**-0.5 if scale is None else scale
     check_finite(_OP, "scale", scale)
-    check_choice(_OP, "causal", causal, (True, False))
-    return _attention(*vary_together(q, k, v), bool(causal), float(scale))
+    if window is not None:
+        check_positive_int(_OP, "window", window)
+        if not causal:
+            raise ValueError(f"{_OP}: window must be None unless causal, got {window}")
+    if softcap is not None:
+        check_finite(_OP, "softcap", softcap)
+        if softcap <= 0:
+            raise ValueError(f"{_OP}: softcap must be positive, got {softcap}")
+    hints = _hints(segment_ids, lengths, batch, queries, keys)
+    rules = Rules(
+        bool(causal),
+        float(scale),
+        window,
+        None if softcap is None else float(softcap),
+        lengths=lengths is not None,
+        segments=segment_ids is not None,
+    )
+    q, k, v, *hints = vary_together(q, k, v, *hints)
+    if return_lse:
+        return _attention_lse(q, k, v, tuple(hints), rules)
+    return _attention_alone(q, k, v, tuple(hints), rules)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attention(q: Array, k: Array, v: Array, causal: bool, scale: float) -> Array:
-    return attention_forward(q, k, v, causal=causal, scale=scale)[0]
+def _hints(segment_ids: Any, lengths: Any, batch: int, queries: int, keys: int) -> list[Array]:
+    """The integer arrays that say who sees whom, checked, in the order that :class:`Mask` takes them."""
+    hints = []
+    if lengths is not None:
+        check_int(_OP, "lengths", lengths)
+        check_shape(_OP, "lengths", lengths, (batch,), "the batch of q")
+        hints.append(lengths)
+    if segment_ids is not None:
+        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        if len(pair) != 2:
+            raise ValueError(f"{_OP}: segment_ids must be one array or a pair for queries and keys, got {len(pair)} arrays")
+        for ids, time, what in zip(pair, (queries, keys), ("queries", "keys"), strict=True):
+            check_int(_OP, "segment_ids", ids)
+            check_shape(_OP, "segment_ids", ids, (batch, time), f"batch and {what}")
+            hints.append(ids)
+    return hints
 
 
-def _fwd(q: Array, k: Array, v: Array, causal: bool, scale: float) -> tuple[Array, tuple[Array, ...]]:
-    o, lse = attention_forward(q, k, v, causal=causal, scale=scale)
-    return o, (q, k, v, o, lse)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention_alone(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Array, None]:
+    return attention_forward(q, k, v, *hints, rules=rules)[0], None
 
 
-def _bwd(causal: bool, scale: float, saved: tuple[Array, ...], do: Array) -> tuple[Array, Array, Array]:
-    q, k, v, o, lse = saved
-    terms = attention_row_terms(do, o)
-    dk, dv = attention_key_pass(q, k, v, do, lse, terms, causal=causal, scale=scale)
-    return attention_query_pass(q, k, v, do, lse, terms, causal=causal, scale=scale), dk, dv
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention_lse(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Array, Array]:
+    return attention_forward(q, k, v, *hints, rules=rules)
 
 
-_attention.defvjp(_fwd, _bwd)
+def _fwd_alone(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Any, tuple[Any, ...]]:
+    o, lse = attention_forward(q, k, v, *hints, rules=rules)
+    return (o, None), (q, k, v, hints, o, lse)
+
+
+def _fwd_lse(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Any, tuple[Any, ...]]:
+    o, lse = attention_forward(q, k, v, *hints, rules=rules)
+    return (o, lse), (q, k, v, hints, o, lse)
+
+
+def _bwd(rules: Rules, saved: tuple[Any, ...], gradients: tuple[Array, Array | None]) -> tuple[Any, ...]:
+    q, k, v, hints, o, lse = saved
+    do, dlse = gradients
+    terms = attention_row_terms(do, o) if dlse is None else attention_row_terms_lse(do, o, dlse)
+    dk, dv = attention_key_pass(q, k, v, do, lse, terms, *hints, rules=rules)
+    dq = attention_query_pass(q, k, v, do, lse, terms, *hints, rules=rules)
+    return dq, dk, dv, None
+
+
+_attention_alone.defvjp(_fwd_alone, _bwd)
+_attention_lse.defvjp(_fwd_lse, _bwd)
 
 
 @launch("attention_forward", row_ndim=(2, 0))
 def attention_forward(
-    q: Float[Array, "b t h d"], k: Float[Array, "b t g d"], v: Float[Array, "b t g dv"], *, causal: bool, scale: float
-) -> tuple[Float[Array, "b t h dv"], Float[Array, "b h t"]]:
+    q: Float[Array, "b tq h d"], k: Float[Array, "b tk g d"], v: Float[Array, "b tk g dv"], *hints: Int[Array, "*shape"], rules: Rules
+) -> tuple[Float[Array, "b tq h dv"], Float[Array, "b h tq"]]:
     """o and lse, a block of query rows at a time."""
-    time, key_heads = q.shape[1], k.shape[2]
-    queries, keys, values = _blocks(q, key_heads), _key_blocks(k), _key_blocks(v)
-    count = queries.shape[0]
+    mask = Mask(rules, q.shape[1], k.shape[1], hints)
+    queries, keys, values = blocks(q, k.shape[2]), key_blocks(k), key_blocks(v)
+    guarded = rules.may_see_nothing or not k.shape[1]
 
     def row_block(i: Array, q: Array) -> tuple[Array, Array]:
         def key_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, o = carry
-            s = _scores(q, keys[j], i, j, time=time, causal=causal, scale=scale)
+            s = _scores(q, keys[j], mask.seen(i, j), rules)
             new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-            p, shrink = jnp.exp(s - new_top[..., None]), jnp.exp(top - new_top)
+            # While a row has seen nothing its maximum is -inf, which must not be subtracted from itself.
+            base = jnp.where(new_top == -jnp.inf, 0, new_top) if guarded else new_top
+            p, shrink = jnp.exp(s - base[..., None]), jnp.exp(top - base)
             total = shrink * total + jnp.sum(p, axis=-1)
-            return new_top, total, shrink[..., None] * o + _product("bgrqk,bgkv->bgrqv", p.astype(v.dtype), values[j])
+            return new_top, total, shrink[..., None] * o + product("bgrqk,bgkv->bgrqv", p.astype(v.dtype), values[j])
 
-        rows = q.shape[:-1]
-        start = (_filled(q, rows, -jnp.inf), _filled(q, rows), _filled(q, (*rows, v.shape[-1])))
-        top, total, o = lax.fori_loop(0, i + 1 if causal else count, key_block, start)
-        return (o / total[..., None]).astype(q.dtype), top + jnp.log(total)
+        shape = q.shape[:-1]
+        start = (filled(q, shape, -jnp.inf), filled(q, shape), filled(q, (*shape, v.shape[-1])))
+        top, total, o = lax.fori_loop(*mask.keys_of(i), key_block, start)
+        share = jnp.where(total == 0, 1, total) if guarded else total
+        return (o / share[..., None]).astype(q.dtype), top + jnp.log(share)
 
-    o, lse = _over_blocks(row_block, queries)
-    return _rows(o, time), _row_vector(lse, time)
+    o, lse = over_blocks(row_block, queries)
+    return rows(o, q.shape[1]), row_vector(lse, q.shape[1])
 
 
 @launch("attention_row_terms", row_ndim=0)
@@ -136,128 +213,98 @@ def attention_row_terms(do: Float[Array, "b t h dv"], o: Float[Array, "b t h dv"
     return jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1).transpose(0, 2, 1)
 
 
+@launch("attention_row_terms_lse", row_ndim=0)
+def attention_row_terms_lse(
+    do: Float[Array, "b t h dv"], o: Float[Array, "b t h dv"], dlse: Float[Array, "b h t"]
+) -> Float[Array, "b h t"]:
+    """D where lse has a gradient too."""
+    return attention_row_terms.reference(do, o) - dlse
+
+
 @launch("attention_key_pass", row_ndim=2)
 def attention_key_pass(
-    q: Float[Array, "b t h d"],
-    k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g dv"],
-    do: Float[Array, "b t h dv"],
-    lse: Float[Array, "b h t"],
-    terms: Float[Array, "b h t"],
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Float[Array, "b t g d"], Float[Array, "b t g dv"]]:
+    q: Float[Array, "b tq h d"],
+    k: Float[Array, "b tk g d"],
+    v: Float[Array, "b tk g dv"],
+    do: Float[Array, "b tq h dv"],
+    lse: Float[Array, "b h tq"],
+    terms: Float[Array, "b h tq"],
+    *hints: Int[Array, "*shape"],
+    rules: Rules,
+) -> tuple[Float[Array, "b tk g d"], Float[Array, "b tk g dv"]]:
     """dk and dv, a block of keys at a time, summed over the blocks of queries and the query heads of each key head."""
-    time, key_heads = q.shape[1], k.shape[2]
+    key_heads = k.shape[2]
+    mask = Mask(rules, q.shape[1], k.shape[1], hints)
     # The queries of all heads that share a key head make one axis, which dk and dv sum over.
     repeats = q.shape[2] // key_heads
-    rows = tuple(a.reshape(*a.shape[:3], repeats * a.shape[4], *a.shape[5:]) for a in _query_side(q, do, lse, terms, key_heads))
-    count = rows[0].shape[0]
+    side = tuple(a.reshape(*a.shape[:3], repeats * a.shape[4], *a.shape[5:]) for a in _query_side(q, do, lse, terms, key_heads))
 
     def key_block(j: Array, k: Array, v: Array) -> tuple[Array, Array]:
         def row_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = carry
-            q, do, lse, terms = (a[i] for a in rows)
+            q, do, lse, terms = (a[i] for a in side)
             # Keys by queries: the products that sum over queries then read p and ds as they lie.
-            seen = jnp.tile(_seen(i, j, k.shape[2], time=time, causal=causal).T, (1, repeats))
-            s = jnp.where(seen, scale * _product("bgkd,bgqd->bgkq", k, q), -jnp.inf)
-            p = jnp.exp(s - lse[:, :, None])
-            ds = p * (_product("bgkv,bgqv->bgkq", v, do) - terms[:, :, None])
-            dk = dk + _product("bgkq,bgqd->bgkd", ds.astype(q.dtype), q)
-            return dk, dv + _product("bgkq,bgqd->bgkd", p.astype(do.dtype), do)
+            seen = jnp.swapaxes(mask.seen(i, j), -1, -2)
+            seen = jnp.tile(seen if seen.ndim == 2 else seen[:, :, 0], (1,) * (min(seen.ndim, 4) - 1) + (repeats,))
+            s = _capped(product("bgkd,bgqd->bgkq", k, q), rules)
+            p = jnp.exp(jnp.where(seen, s, -jnp.inf) - lse[:, :, None])
+            ds = _uncapped(p * (product("bgkv,bgqv->bgkq", v, do) - terms[:, :, None]), s, rules)
+            dk = dk + product("bgkq,bgqd->bgkd", ds.astype(q.dtype), q)
+            return dk, dv + product("bgkq,bgqd->bgkd", p.astype(do.dtype), do)
 
-        dk, dv = lax.fori_loop(j if causal else 0, count, row_block, (_filled(k, k.shape), _filled(v, v.shape)))
-        return (scale * dk).astype(k.dtype), dv.astype(v.dtype)
+        dk, dv = lax.fori_loop(*mask.queries_of(j), row_block, (filled(k, k.shape), filled(v, v.shape)))
+        return (rules.scale * dk).astype(k.dtype), dv.astype(v.dtype)
 
-    dk, dv = _over_blocks(key_block, _key_blocks(k), _key_blocks(v))
-    return _rows(dk[:, :, :, None], time), _rows(dv[:, :, :, None], time)
+    dk, dv = over_blocks(key_block, key_blocks(k), key_blocks(v))
+    return rows(dk[:, :, :, None], k.shape[1]), rows(dv[:, :, :, None], k.shape[1])
 
 
 @launch("attention_query_pass", row_ndim=2)
 def attention_query_pass(
-    q: Float[Array, "b t h d"],
-    k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g dv"],
-    do: Float[Array, "b t h dv"],
-    lse: Float[Array, "b h t"],
-    terms: Float[Array, "b h t"],
-    *,
-    causal: bool,
-    scale: float,
-) -> Float[Array, "b t h d"]:
+    q: Float[Array, "b tq h d"],
+    k: Float[Array, "b tk g d"],
+    v: Float[Array, "b tk g dv"],
+    do: Float[Array, "b tq h dv"],
+    lse: Float[Array, "b h tq"],
+    terms: Float[Array, "b h tq"],
+    *hints: Int[Array, "*shape"],
+    rules: Rules,
+) -> Float[Array, "b tq h d"]:
     """dq, a block of query rows at a time."""
-    time, key_heads = q.shape[1], k.shape[2]
-    keys, values = _key_blocks(k), _key_blocks(v)
-    count = keys.shape[0]
+    mask = Mask(rules, q.shape[1], k.shape[1], hints)
+    keys, values = key_blocks(k), key_blocks(v)
 
     def row_block(i: Array, q: Array, do: Array, lse: Array, terms: Array) -> Array:
         def key_block(j: Array, dq: Array) -> Array:
-            p = jnp.exp(_scores(q, keys[j], i, j, time=time, causal=causal, scale=scale) - lse[..., None])
-            ds = p * (_product("bgrqv,bgkv->bgrqk", do, values[j]) - terms[..., None])
-            return dq + _product("bgrqk,bgkd->bgrqd", ds.astype(k.dtype), keys[j])
+            s = _capped(product("bgrqd,bgkd->bgrqk", q, keys[j]), rules)
+            p = jnp.exp(jnp.where(mask.seen(i, j), s, -jnp.inf) - lse[..., None])
+            ds = _uncapped(p * (product("bgrqv,bgkv->bgrqk", do, values[j]) - terms[..., None]), s, rules)
+            return dq + product("bgrqk,bgkd->bgrqd", ds.astype(k.dtype), keys[j])
 
-        dq = lax.fori_loop(0, i + 1 if causal else count, key_block, _filled(q, q.shape))
-        return (scale * dq).astype(q.dtype)
+        dq = lax.fori_loop(*mask.keys_of(i), key_block, filled(q, q.shape))
+        return (rules.scale * dq).astype(q.dtype)
 
-    return _rows(_over_blocks(row_block, *_query_side(q, do, lse, terms, key_heads)), time)
+    return rows(over_blocks(row_block, *_query_side(q, do, lse, terms, k.shape[2])), q.shape[1])
 
 
-def _scores(
-    q: Float[Array, "b g r i d"], k: Float[Array, "b g j d"], row: Array, column: Array, *, time: int, causal: bool, scale: float
-) -> Float[Array, "b g r i j"]:
+def _scores(q: Float[Array, "b g r i d"], k: Float[Array, "b g j d"], seen: Array, rules: Rules) -> Float[Array, "b g r i j"]:
     """Scores of a query block against a key block, -inf where a row does not see a key."""
-    s = scale * _product("bgrqd,bgkd->bgrqk", q, k)
-    return jnp.where(_seen(row, column, k.shape[2], time=time, causal=causal), s, -jnp.inf)
+    return jnp.where(seen, _capped(product("bgrqd,bgkd->bgrqk", q, k), rules), -jnp.inf)
 
 
-def _seen(row: Array, column: Array, block: int, *, time: int, causal: bool) -> Bool[Array, "i j"]:
-    """Which queries of block ``row`` see which keys of block ``column``."""
-    query = row * block + lax.broadcasted_iota(jnp.int32, (block, block), 0)
-    key = column * block + lax.broadcasted_iota(jnp.int32, (block, block), 1)
-    return key <= query if causal else key < time
+def _capped(s: Array, rules: Rules) -> Array:
+    """The scores of products of q and k."""
+    s = rules.scale * s
+    return s if rules.softcap is None else rules.softcap * jnp.tanh(s / rules.softcap)
 
 
-def _product(equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+def _uncapped(ds: Array, s: Array, rules: Rules) -> Array:
+    """The gradient of the scaled products, of that of the scores ``s``."""
+    return ds if rules.softcap is None else ds * (1 - (s / rules.softcap) ** 2)
 
 
 def _query_side(q: Array, do: Array, lse: Array, terms: Array, key_heads: int) -> tuple[Array, Array, Array, Array]:
-    """The blocks of what belongs to query rows. Rows past the end get lse = inf, so that their probabilities are 0."""
-    lse, terms = (_blocks(a.transpose(0, 2, 1)[..., None], key_heads, fill)[..., 0] for a, fill in ((lse, jnp.inf), (terms, 0.0)))
-    return _blocks(q, key_heads), _blocks(do, key_heads), lse, terms
-
-
-def _filled(like: Array, shape: tuple[int, ...], value: float = 0.0) -> Array:
-    """A float32 array to sum into, which varies over the same mesh axes as ``like``."""
-    return jnp.full_like(like, value, shape=shape, dtype=jnp.float32)
-
-
-def _blocks(a: Float[Array, "b t h d"], key_heads: int, fill: float = 0.0) -> Float[Array, "n b g r block d"]:
-    """Cuts time into blocks, the last filled up, and the heads into key heads and the r heads that share each."""
-    batch, time, heads, size = a.shape
-    block = min(_BLOCK, max(time, 1))
-    count = max(-(-time // block), 1)
-    a = jnp.pad(a, ((0, 0), (0, count * block - time), (0, 0), (0, 0)), constant_values=fill)
-    a = a.reshape(batch, count, block, key_heads, heads // key_heads, size)
-    return a.transpose(1, 0, 3, 4, 2, 5)
-
-
-def _key_blocks(a: Float[Array, "b t g d"]) -> Float[Array, "n b g block d"]:
-    return _blocks(a, a.shape[2])[:, :, :, 0]
-
-
-def _rows(a: Float[Array, "n b g r block d"], time: int) -> Float[Array, "b t h d"]:
-    """The inverse of :func:`_blocks`."""
-    count, batch, key_heads, repeats, block, size = a.shape
-    return a.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, key_heads * repeats, size)[:, :time]
-
-
-def _row_vector(a: Float[Array, "n b g r block"], time: int) -> Float[Array, "b h t"]:
-    return _rows(a[..., None], time)[..., 0].transpose(0, 2, 1)
-
-
-def _over_blocks(function: Callable[..., Any], *arrays: Array) -> Any:
-    """Maps ``function(index, *blocks)`` over the blocks of the arrays, one after another."""
-    index = lax.iota(jnp.int32, arrays[0].shape[0])
-    return lax.map(lambda xs: function(*xs), (index, *arrays))
+    """The blocks of what belongs to query rows. Rows past the end, and rows that see nothing, get lse = inf: probabilities of 0."""
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    lse, terms = (blocks(a.transpose(0, 2, 1)[..., None], key_heads, fill)[..., 0] for a, fill in ((lse, jnp.inf), (terms, 0.0)))
+    return blocks(q, key_heads), blocks(do, key_heads), lse, terms

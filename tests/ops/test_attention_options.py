@@ -1,0 +1,233 @@
+"""attention with fewer queries than keys, windows, segments, lengths, softcap and lse: against float64, and what must equal what."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxarena.ops.attention import attention
+from tests.ops.common import (
+    DTYPES,
+    check_against_oracle,
+    check_modes,
+    check_shard_map,
+    check_vmap,
+    gradient_launches,
+    integers,
+    normal,
+    raises,
+    value_and_gradients,
+)
+from tests.programs import check_step
+
+ALL = (0, 1, 2)
+
+
+def naive(q, k, v, *, causal=True, scale=None, window=None, softcap=None, segment_ids=None, lengths=None, return_lse=False):
+    queries, keys = q.shape[1], k.shape[1]
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+    ends = jnp.full(q.shape[0], keys) if lengths is None else jnp.asarray(lengths)
+    position = (ends[:, None] - queries + jnp.arange(queries))[:, :, None]
+    key = jnp.arange(keys)[None, None]
+    seen = jnp.broadcast_to(key < ends[:, None, None], (q.shape[0], queries, keys))
+    if causal:
+        seen &= key <= position
+    if window is not None:
+        seen &= key > position - window
+    if segment_ids is not None:
+        of_q, of_k = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        seen &= jnp.asarray(of_q)[:, :, None] == jnp.asarray(of_k)[:, None, :]
+    seen = seen[:, None]
+    some = jnp.any(seen, axis=-1)
+    top = jnp.where(some, jnp.max(jnp.where(seen, s, -jnp.inf), axis=-1), 0)
+    p = jnp.where(seen, jnp.exp(jnp.where(seen, s, 0) - top[..., None]), 0)
+    total = jnp.sum(p, axis=-1)
+    o = jnp.einsum("bhqk,bkhd->bqhd", p / jnp.where(some, total, 1)[..., None], v)
+    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+    return (o, lse) if return_lse else o
+
+
+def arguments(batch, queries, keys, heads, key_heads, d, dv, dtype=jnp.float32):
+    return [
+        normal(0, (batch, queries, heads, d), dtype),
+        normal(1, (batch, keys, key_heads, d), dtype),
+        normal(2, (batch, keys, key_heads, dv), dtype),
+    ]
+
+
+def check(args, dtype=jnp.float32, **params):
+    terms = args[1].shape[1] * args[0].shape[3]
+    op, expected = functools.partial(attention, **params), functools.partial(naive, **params)
+    check_against_oracle(op, expected, args, ALL, dtype=dtype, terms=terms, stages=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("queries", "keys", "params"),
+    [
+        (70, 201, {}),
+        (70, 201, {"causal": False}),
+        (201, 70, {"causal": False}),
+        (1, 131, {}),
+        (150, 150, {"window": 1}),
+        (261, 261, {"window": 40}),
+        (9, 270, {"window": 140}),
+        (140, 140, {"softcap": 0.7}),
+        (30, 135, {"softcap": 2.0, "window": 20}),
+    ],
+)
+def test_values_and_gradients(queries, keys, params, dtype):
+    check(arguments(2, queries, keys, 4, 2, 6, 5, dtype), dtype, **params)
+
+
+@pytest.mark.parametrize("params", [{}, {"window": 9}, {"causal": False}, {"softcap": 1.5}])
+def test_lengths_and_segments(params):
+    args = arguments(3, 20, 150, 4, 2, 6, 5)
+    check(args, lengths=jnp.asarray([150, 131, 20], jnp.int32), **params)
+    ids = integers(3, (3, 150), 0, 3).sort(axis=1)
+    check(args, segment_ids=(ids[:, -20:], ids), lengths=jnp.asarray([150, 140, 33], jnp.int32), **params)
+
+
+@pytest.mark.parametrize("params", [{}, {"lengths": jnp.asarray([40, 3], jnp.int32)}, {"window": 4, "softcap": 1.0}])
+def test_lse_has_a_gradient(params):
+    op, expected = (functools.partial(f, return_lse=True, **params) for f in (attention, naive))
+    args = arguments(2, 3, 40, 4, 2, 6, 5)
+    check_against_oracle(op, expected, args, ALL, dtype=jnp.float32, terms=240, stages=3)
+
+
+def test_A4_rows_that_see_no_key():
+    args = arguments(1, 5, 9, 2, 1, 4, 3)
+    op = functools.partial(attention, lengths=jnp.asarray([2], jnp.int32), return_lse=True)
+    (o, lse) = op(*args)
+    chex.assert_trees_all_equal(o[:, :3], jnp.zeros_like(o[:, :3]))
+    chex.assert_trees_all_equal(lse[..., :3], jnp.full_like(lse[..., :3], -jnp.inf))
+    o, (dq, dk, dv) = value_and_gradients(functools.partial(attention, lengths=jnp.asarray([2], jnp.int32)), args, ALL)
+    chex.assert_trees_all_equal(dq[:, :3], jnp.zeros_like(dq[:, :3]))
+    chex.assert_tree_all_finite((o, dq, dk, dv))
+    chex.assert_trees_all_equal((dk[:, 2:], dv[:, 2:]), (jnp.zeros_like(dk[:, 2:]), jnp.zeros_like(dv[:, 2:])))
+    # Rows 3 and 4 are those of a sequence of two.
+    alone = attention(args[0][:, 3:], args[1][:, :2], args[2][:, :2])
+    chex.assert_trees_all_close(o[:, 3:], alone, rtol=1e-6)
+
+
+def test_A5_continuations_are_the_last_rows():
+    q, k, v = arguments(2, 5, 5, 4, 2, 6, 3)
+    full = attention(q, k, v)
+    chex.assert_trees_all_close(attention(q[:, 4:], k, v), full[:, 4:], rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(attention(q[:, 3:], k, v), full[:, 3:], rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([None, 7]), st.integers(0, 99))
+def test_packed_sequences_are_separate_ones(sizes, window, seed):
+    time = sum(sizes)
+    q, k, v = (normal(seed + i, (1, time, h, d)) for i, (h, d) in enumerate([(4, 5), (2, 5), (2, 3)]))
+    ids = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes)[None], jnp.int32)
+    packed = value_and_gradients(functools.partial(attention, segment_ids=ids, window=window), [q, k, v], ALL)
+    cuts = np.cumsum(sizes)[:-1]
+    parts = [attention(*(a for a in part), window=window) for part in zip(*(jnp.split(x, cuts, axis=1) for x in (q, k, v)), strict=True)]
+    chex.assert_trees_all_close(packed[0], jnp.concatenate(parts, axis=1), rtol=1e-5, atol=1e-5)
+    chex.assert_tree_all_finite(packed)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 20), st.integers(0, 160), st.sampled_from([None, 11]), st.integers(0, 99))
+def test_a_batch_with_lengths_is_its_rows(batch, queries, more, window, seed):
+    keys = queries + more
+    q, k, v = normal(seed, (batch, queries, 2, 4)), normal(seed + 1, (batch, keys, 1, 4)), normal(seed + 2, (batch, keys, 1, 3))
+    lengths = integers(seed, (batch,), queries, keys + 1)
+    together = attention(q, k, v, lengths=lengths, window=window)
+    for i in range(batch):
+        n = int(lengths[i])
+        alone = attention(q[i : i + 1], k[i : i + 1, :n], v[i : i + 1, :n], window=window)
+        chex.assert_trees_all_close(together[i : i + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_what_lies_past_a_sequences_end_is_never_seen():
+    q, k, v = arguments(2, 3, 140, 2, 1, 4, 3)
+    lengths = jnp.asarray([70, 129], jnp.int32)
+    past = jnp.arange(140)[None, :, None, None] >= lengths[:, None, None, None]
+    poisoned = [jnp.where(past, 1e30, k), jnp.where(past, 1e30, v)]
+    chex.assert_trees_all_equal(attention(q, *poisoned, lengths=lengths), attention(q, k, v, lengths=lengths))
+
+
+def test_in_a_planned_step():
+    args = arguments(2, 12, 141, 4, 2, 32, 32)
+
+    def step(q, k, v, lengths):
+        loss = lambda q, k, v: jnp.sum(attention(q * 1, k * 1, v * 1, lengths=lengths, window=50, softcap=3.0) ** 2)  # noqa: E731
+        return jax.value_and_grad(loss, argnums=ALL)(q, k, v)
+
+    lengths = jnp.asarray([141, 77], jnp.int32)
+    check_step(step, *args, lengths, exact=False)
+    step = jax.jit(step)
+    chex.assert_trees_all_close(step(*args, lengths)[0], jnp.sum(naive(*args, lengths=lengths, window=50, softcap=3.0) ** 2), rtol=1e-4)
+
+
+def test_frozen_arguments_cost_no_pass():
+    args = arguments(1, 4, 9, 2, 1, 4, 3)
+    op = functools.partial(attention, return_lse=True, window=3)
+    assert gradient_launches(op, args, (0,)) == ["attention_forward", "attention_row_terms_lse", "attention_query_pass"]
+
+
+def test_vmap_is_a_loop():
+    args = [jnp.stack([a, a + 1.0]) for a in arguments(1, 3, 20, 2, 1, 4, 3)]
+    check_vmap(jax.jit(functools.partial(attention, lengths=jnp.asarray([17], jnp.int32))), args, ALL, (0, 0, 0))
+
+
+def test_J5_J8_modes():
+    op = functools.partial(attention, window=5, softcap=2.0, lengths=jnp.asarray([17, 9], jnp.int32), return_lse=True)
+    check_modes(op, arguments(2, 3, 20, 2, 1, 4, 3), ALL)
+
+
+def test_J3_shard_map():
+    ids = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2]] * 2, jnp.int32)
+
+    def op(q, k, v):
+        return attention(q, k, v, segment_ids=ids[: q.shape[0]], lengths=jnp.full(q.shape[0], 9, jnp.int32))
+
+    check_shard_map(op, arguments(2, 9, 9, 2, 1, 4, 3), ALL, (True, True, True))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 7), (2, 0, 7), (2, 0, 0)])
+def test_J7_empty(shape):
+    args = arguments(*shape, 2, 1, 4, 3)
+    o, gradients = value_and_gradients(functools.partial(attention, window=2), args, ALL)
+    chex.assert_shape(o, (*shape[:2], 2, 3))
+    chex.assert_trees_all_equal(gradients, tuple(jnp.zeros_like(a) for a in args))
+
+
+def test_no_keys_at_all_gives_zeros():
+    q, k, v = arguments(2, 3, 0, 2, 1, 4, 3)
+    o, lse = attention(q, k, v, causal=False, return_lse=True)
+    chex.assert_trees_all_equal(o, jnp.zeros_like(o))
+    chex.assert_trees_all_equal(lse, jnp.full_like(lse, -jnp.inf))
+
+
+def test_errors_name_the_argument():
+    q, k, v = arguments(2, 5, 7, 4, 2, 3, 6)
+    with raises(ValueError, "window must be at least 1, got 0"):
+        attention(q, k, v, window=0)
+    with raises(TypeError, "window must be a Python int, got float 2.0"):
+        attention(q, k, v, window=2.0)
+    with raises(ValueError, "window must be None unless causal, got 3"):
+        attention(q, k, v, window=3, causal=False)
+    with raises(ValueError, "softcap must be positive, got -1"):
+        attention(q, k, v, softcap=-1)
+    with raises(TypeError, "lengths must be int32, got float32"):
+        attention(q, k, v, lengths=jnp.ones(2))
+    with raises(ValueError, "lengths must have shape (2,) (the batch of q), got shape (3,)"):
+        attention(q, k, v, lengths=jnp.ones(3, jnp.int32))
+    with raises(ValueError, "segment_ids must have shape (2, 5) (batch and queries), got shape (2, 7)"):
+        attention(q, k, v, segment_ids=jnp.ones((2, 7), jnp.int32))
+    with raises(ValueError, "segment_ids must be one array or a pair for queries and keys, got 3 arrays"):
+        attention(q, k, v, segment_ids=(jnp.ones((2, 5), jnp.int32),) * 3)
