@@ -204,15 +204,16 @@ def _experts(w: Params, h: jax.Array, config: HybridConfig) -> tuple[jax.Array, 
     shared = None
     if config.shared_width:
         shared = ops.SharedExpert(*(w[name].astype(h.dtype) for name in ("shared_gate_up", "shared_down", "shared_gate")))
-    y, balance = ops.moe(
+    result = ops.moe(
         x,
         w["router"].astype(h.dtype),
         w["gate_up"].astype(h.dtype),
         w["down"].astype(h.dtype),
         top_k=config.experts_per_token,
         shared=shared,
+        residual=h,
     )
-    return h + y, balance
+    return result.y, result.balance_loss
 
 
 def _init_period(key: jax.Array, config: HybridConfig) -> Params:

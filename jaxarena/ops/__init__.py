@@ -10,7 +10,7 @@ from jaxarena.ops.embed import embed
 from jaxarena.ops.gate import gate
 from jaxarena.ops.gated_delta_rule import gated_delta_rule
 from jaxarena.ops.interface import Launch, launch
-from jaxarena.ops.moe import SharedExpert, moe
+from jaxarena.ops.moe import MoeResult, SharedExpert, moe
 from jaxarena.ops.project import project
 from jaxarena.ops.rms_norm import rms_norm
 from jaxarena.ops.rotary import rotary
@@ -18,6 +18,7 @@ from jaxarena.ops.short_conv import short_conv
 
 __all__ = [
     "Launch",
+    "MoeResult",
     "SharedExpert",
     "attention",
     "cross_entropy",

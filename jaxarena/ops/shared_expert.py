@@ -1,11 +1,20 @@
-"""The shared expert of a mixture: one SwiGLU network that every token goes through, scaled by a gate of its own.
+"""One expert: a SwiGLU network; and the shared expert of a mixture, which every token goes through.
 
-    y = routed + sigmoid(x gate) * (silu(x gate_columns) * (x up_columns)) down
+    h = x gate_up,  a = silu(gate columns of h) * (up columns of h),  r = a down
 
-(Dai et al., "DeepSeekMoE", 2024.) Its products are projections; the launches here add the scaled rows to the routed experts' sum
-and give the gradients of that: with z = x gate, s = sigmoid(z) and r the rows, drouted = dy, dr = s dy, dz = (dy . r) s (1 - s).
+A routed expert's result is weighted by the router, the shared one's by a gate of its own, if it has one (Dai et al., "DeepSeekMoE",
+2024, has none; Qwen2-MoE and its successors do)::
 
-Shapes: x, routed (n, d); gate_up (d, 2s) with the gate's columns first, down (s, d), gate (d, 1).
+    y = residual + sigmoid(x gate) r
+
+Gradients of weight * r, with t = down dy: the weight's is ``dy . r = a . t``, so that r need not be kept, and
+
+    dh = weight * [t u silu'(g) | t silu(g)],  silu'(g) = p (1 + g (1 - p)),  p = sigmoid(g)
+
+with g and u the halves of h. The gate's logit z then has ``dz = (a . t) s (1 - s)``, s = sigmoid(z). Kept for the backward pass are x,
+h in the dtype of x, and z.
+
+Shapes: x, residual (n, d); gate_up (d, 2s) with the gate's columns first, down (s, d), gate (d, 1).
 """
 
 from __future__ import annotations
@@ -14,13 +23,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from jaxarena.ops.checks import check_float, check_ndim, check_same_dtype, check_shape, vary_together
+from jaxarena.ops.checks import check_float, check_ndim, check_same_dtype, check_shape
+from jaxarena.ops.grouped import over_rows
 from jaxarena.ops.interface import launch
-from jaxarena.ops.project import project
 
-__all__ = ["SharedExpert", "add_shared_expert"]
+__all__ = [
+    "SharedExpert",
+    "check_shared_expert",
+    "expert_gradient",
+    "shared_dx",
+    "shared_expert_ddown",
+    "shared_expert_dgate",
+    "shared_expert_dgate_up",
+    "shared_expert_dhidden",
+    "shared_rows",
+    "swiglu",
+]
 
 
 class SharedExpert(NamedTuple):
@@ -28,62 +49,92 @@ class SharedExpert(NamedTuple):
 
     gate_up: Float[Array, "d s2"]  # the gate's columns first
     down: Float[Array, "s d"]
-    gate: Float[Array, "d 1"]  # its sigmoid scales the expert's result
+    gate: Float[Array, "d 1"] | None = None  # its sigmoid scales the expert's result
 
 
-def add_shared_expert(routed: Float[Array, "n d"], x: Float[Array, "n d"], shared: SharedExpert) -> Float[Array, "n d"]:
-    """The routed experts' sum and the scaled result of the shared expert.
-
-    Raises:
-      TypeError: a weight is not in the dtype of ``x``.
-      ValueError: a weight's shape does not fit.
-    """
+def check_shared_expert(shared: SharedExpert, x: Float[Array, "*rows d"]) -> None:
+    """The weights are in the dtype of ``x`` and their shapes fit it."""
     width = x.shape[-1]
-    for name, weight in zip(shared._fields, shared, strict=True):
+    given = {name: weight for name, weight in zip(shared._fields, shared, strict=True) if name != "gate" or weight is not None}
+    for name, weight in given.items():
         check_float("moe", f"shared.{name}", weight)
         check_same_dtype("moe", f"shared.{name}", weight, "x", x)
     check_ndim("moe", "shared.down", shared.down, "s d")
     hidden = shared.down.shape[0]
     check_shape("moe", "shared.down", shared.down, (hidden, width), "s by the last axis of x")
     check_shape("moe", "shared.gate_up", shared.gate_up, (width, 2 * hidden), "the last axis of x by twice s of down")
-    check_shape("moe", "shared.gate", shared.gate, (width, 1), "the last axis of x by 1")
-    rows = project(project(x, shared.gate_up, activation="swiglu"), shared.down)
-    return _add_scaled(*vary_together(routed, rows, project(x, shared.gate)))
+    if shared.gate is not None:
+        check_shape("moe", "shared.gate", shared.gate, (width, 1), "the last axis of x by 1")
 
 
-@jax.custom_vjp
-def _add_scaled(routed: Array, rows: Array, logit: Array) -> Array:
-    return shared_expert_add(routed, rows, logit)
+def swiglu(hidden: Float[Array, "n s2"]) -> Float[Array, "n s"]:
+    """The activated rows, float32."""
+    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
-def _fwd(routed: Array, rows: Array, logit: Array) -> tuple[Array, tuple[Array, Array]]:
-    return shared_expert_add(routed, rows, logit), (rows, logit)
+def expert_gradient(
+    dy: Float[Array, "n d"], hidden: Float[Array, "n s2"], weight: Float[Array, " n"] | None, down: Float[Array, "s d"]
+) -> tuple[Float[Array, "n s2"], Float[Array, " n"]]:
+    """The gradients of ``hidden`` and of the rows' weights (of 1 if None), from that of the weighted results; float32."""
+    unweighted = lax.dot_general(dy, down, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+    sigmoid = jax.nn.sigmoid(gate)
+    activated = gate * sigmoid * up
+    dactivated = unweighted if weight is None else weight[:, None] * unweighted
+    dgate = dactivated * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return jnp.concatenate([dgate, dactivated * gate * sigmoid], axis=-1), jnp.sum(activated * unweighted, axis=-1)
 
 
-def _bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array, Array]:
-    rows, logit = saved
-    return dy, shared_expert_drows(dy, logit), shared_expert_dlogit(dy, rows, logit)
+def shared_rows(
+    x: Float[Array, "n d"], gate_up: Float[Array, "d s2"], down: Float[Array, "s d"], *logit: Float[Array, " n"]
+) -> tuple[Float[Array, "n d"], Float[Array, "n s2"]]:
+    """The scaled rows, float32, and the rows before the activation."""
+    hidden = jnp.dot(x, gate_up, preferred_element_type=jnp.float32)
+    rows = jnp.dot(swiglu(hidden).astype(x.dtype), down, preferred_element_type=jnp.float32)
+    for z in logit:
+        rows = jax.nn.sigmoid(z)[:, None] * rows
+    return rows, hidden.astype(x.dtype)
 
 
-_add_scaled.defvjp(_fwd, _bwd)
+def shared_dx(dhidden: Float[Array, "n s2"], gate_up: Float[Array, "d s2"], *gate: Array) -> Float[Array, "n d"]:
+    """The gradient of x, float32; ``gate`` are the gradient of its logits and the gate, if there is one."""
+    dx = jnp.dot(dhidden, gate_up.T, preferred_element_type=jnp.float32)
+    if not gate:
+        return dx
+    dlogit, column = gate
+    return dx + dlogit[:, None] * column[:, 0].astype(jnp.float32)
 
 
-@launch("shared_expert_add")
-def shared_expert_add(routed: Float[Array, "n d"], rows: Float[Array, "n d"], logit: Float[Array, "n 1"]) -> Float[Array, "n d"]:
-    """The routed experts' sum and the scaled shared expert's rows."""
-    scale = jax.nn.sigmoid(logit.astype(jnp.float32))
-    return (routed.astype(jnp.float32) + scale * rows.astype(jnp.float32)).astype(routed.dtype)
+@launch("shared_expert_ddown")
+def shared_expert_ddown(hidden: Float[Array, "n s2"], dy: Float[Array, "n d"], *logit: Float[Array, " n"]) -> Float[Array, "s d"]:
+    """The gradient of ``down``."""
+    activated = swiglu(hidden)
+    for z in logit:
+        activated = jax.nn.sigmoid(z)[:, None] * activated
+    return over_rows(activated.astype(dy.dtype), dy).astype(dy.dtype)
 
 
-@launch("shared_expert_drows")
-def shared_expert_drows(dy: Float[Array, "n d"], logit: Float[Array, "n 1"]) -> Float[Array, "n d"]:
-    """The gradient of the shared expert's rows."""
-    return (jax.nn.sigmoid(logit.astype(jnp.float32)) * dy.astype(jnp.float32)).astype(dy.dtype)
+@launch("shared_expert_dhidden", row_ndim=(1, 0))
+def shared_expert_dhidden(
+    dy: Float[Array, "n d"], hidden: Float[Array, "n s2"], down: Float[Array, "s d"], *logit: Float[Array, " n"]
+) -> tuple[Float[Array, "n s2"], Float[Array, " n"]]:
+    """The gradients of the rows before the activation and of the gate's logits (without a gate, of a scale of 1)."""
+    if not logit:
+        dhidden, dscale = expert_gradient(dy, hidden, None, down)
+        return dhidden.astype(dy.dtype), dscale
+    scale = jax.nn.sigmoid(logit[0])
+    dhidden, dscale = expert_gradient(dy, hidden, scale, down)
+    return dhidden.astype(dy.dtype), dscale * scale * (1.0 - scale)
 
 
-@launch("shared_expert_dlogit")
-def shared_expert_dlogit(dy: Float[Array, "n d"], rows: Float[Array, "n d"], logit: Float[Array, "n 1"]) -> Float[Array, "n 1"]:
-    """The gradient of the logits of the shared expert's scale."""
-    sigmoid = jax.nn.sigmoid(logit.astype(jnp.float32))
-    along = jnp.sum(dy.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1, keepdims=True)
-    return (along * sigmoid * (1.0 - sigmoid)).astype(logit.dtype)
+@launch("shared_expert_dgate")
+def shared_expert_dgate(x: Float[Array, "n d"], dlogit: Float[Array, " n"]) -> Float[Array, "d 1"]:
+    """The gradient of the gate."""
+    return over_rows(x.astype(jnp.float32), dlogit[:, None]).astype(x.dtype)
+
+
+@launch("shared_expert_dgate_up")
+def shared_expert_dgate_up(x: Float[Array, "n d"], dhidden: Float[Array, "n s2"]) -> Float[Array, "d s2"]:
+    """The gradient of ``gate_up``."""
+    return over_rows(x, dhidden).astype(x.dtype)

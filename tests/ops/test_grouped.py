@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxarena.ops.grouped import block_rows, grouped_weight_gradient, moe_gather, moe_group
-from jaxarena.ops.moe import moe_down
+from jaxarena.ops.grouped import block_rows, group_choices, grouped_weight_gradient, over_blocks, take_rows
 from tests.ops.common import integers, normal
 
-run_group = jax.jit(moe_group, static_argnames=("experts", "rows"))
+run_group = jax.jit(group_choices, static_argnames=("experts", "rows"))
 
 
 def group_by_hand(choice, experts, rows):
@@ -32,7 +31,8 @@ def group_by_hand(choice, experts, rows):
 
 
 def check_group(choice, experts, rows):
-    source, place, expert, counts = (np.asarray(a) for a in run_group(jnp.asarray(choice, jnp.int32), experts=experts, rows=rows))
+    groups, counts = jax.tree.map(np.asarray, run_group(jnp.asarray(choice, jnp.int32), experts=experts, rows=rows))
+    source, place, expert = groups
     assert all(a.dtype == np.int32 for a in (source, place, expert, counts))
     assert source.size == expert.size * rows
     by_hand, experts_by_hand = group_by_hand(choice, experts, rows)
@@ -60,14 +60,23 @@ def test_M1_empty_experts_and_tails(sizes):
     check_group(np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))[:, None], len(sizes), 8)
 
 
+def test_blocks_suffice_for_the_worst_groups_and_are_no_more():
+    """Every group but one ends one row into a block: the most blocks that so many choices can need."""
+    experts, rows = 5, 8
+    sizes = [rows + 1] * (experts - 1) + [4 * rows + 1]
+    (source, _, expert), _ = run_group(jnp.asarray(np.repeat(np.arange(experts), sizes)[:, None], jnp.int32), experts=experts, rows=rows)
+    assert expert.size == sum(-(-size // rows) for size in sizes) and bool(jnp.all(source.reshape(-1, rows)[:, 0] >= 0))
+
+
 def test_no_tokens():
-    source, place, expert, counts = moe_group(jnp.zeros((0, 2), jnp.int32), experts=3, rows=8)
-    chex.assert_shape((source, place, expert), [(0,), (0, 2), (0,)])
+    groups, counts = group_choices(jnp.zeros((0, 2), jnp.int32), experts=3, rows=8)
+    chex.assert_shape(tuple(groups), [(0,), (0, 2), (0,)])
     chex.assert_trees_all_equal(counts, jnp.zeros(3, jnp.int32))
 
 
 @pytest.mark.parametrize(
-    ("choices", "experts", "rows"), [(0, 4, 8), (64, 32, 8), (163840, 512, 128), (4096, 128, 32), (100, 1, 64), (4095, 32, 64)]
+    ("choices", "experts", "rows"),
+    [(0, 4, 8), (64, 32, 8), (163840, 512, 64), (196608, 128, 128), (4096, 128, 32), (100, 1, 64), (4095, 32, 64), (4096, 8, 64)],
 )
 def test_block_rows(choices, experts, rows):
     assert block_rows(choices, experts) == rows
@@ -76,9 +85,10 @@ def test_block_rows(choices, experts, rows):
 def products(x, weight, choice, b):
     """The grouped product of every token with its expert's matrix, and the gradient of the matrices for the gradient ``b``."""
     experts = weight.shape[0]
-    source, place, expert, _ = moe_group(choice[:, None], experts=experts, rows=block_rows(x.shape[0], experts))
-    rows, gradient_rows = (moe_gather(a, source, top_k=1) for a in (x, b))
-    return moe_down(rows, weight, expert)[place[:, 0]], grouped_weight_gradient(rows, gradient_rows, expert, experts=experts)
+    (source, place, expert), _ = group_choices(choice[:, None], experts=experts, rows=block_rows(x.shape[0], experts))
+    rows, gradient_rows = take_rows(x, source), take_rows(b, source)
+    y = over_blocks(lambda matrix, block: block @ matrix, (weight,), expert, rows)
+    return y[place[:, 0]], grouped_weight_gradient(rows, gradient_rows, expert, experts=experts)
 
 
 def ragged(x, weight, choice, b):
@@ -112,6 +122,6 @@ def test_M1_the_gradient_of_an_empty_expert_is_exactly_zero():
 
 def test_pads_are_zero_whatever_the_tokens_hold():
     x = jnp.full((3, 5), jnp.nan)
-    source, _, _, _ = moe_group(jnp.array([[2], [0], [2]], jnp.int32), experts=4, rows=8)
-    rows = moe_gather(x, source, top_k=1)
+    (source, _, _), _ = group_choices(jnp.array([[2], [0], [2]], jnp.int32), experts=4, rows=8)
+    rows = take_rows(x, source)
     chex.assert_trees_all_equal(rows[source < 0], jnp.zeros((rows.shape[0] - 3, 5)))

@@ -1,4 +1,4 @@
-"""moe: values and gradients against every token through every expert in float64, routing rules, exact answers, what any op does."""
+"""moe: values and gradients against every token through every expert in float64, exact answers, what any op does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from jaxarena.ops.moe import SharedExpert, moe, moe_route
+import jaxarena as ja
+from jaxarena.ops.moe import SharedExpert, moe
 from jaxarena.testing import unit_roundoff
 from tests.ops.common import (
     DTYPES,
@@ -19,55 +21,12 @@ from tests.ops.common import (
     check_shard_map,
     check_vmap,
     gradient_launches,
-    normal,
+    live_launches,
     raises,
     value_and_gradients,
 )
-
-ALL = (0, 1, 2, 3)
-
-
-def swiglu(x, gate_up, down):
-    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
-    return (gate * jax.nn.sigmoid(gate) * up) @ down
-
-
-def naive(x, router, gate_up, down, *shared, top_k, renormalize=True):
-    """Every token through every expert, weighted by zero where it was not chosen."""
-    tokens = x.reshape(-1, x.shape[-1])
-    probability = jax.nn.softmax(tokens @ router, axis=-1)
-    chosen = jnp.argsort(jnp.argsort(-probability, axis=-1, stable=True), axis=-1) < top_k
-    weights = jnp.where(chosen, probability, 0.0)
-    if renormalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    y = jnp.einsum("ne,end->nd", weights, jax.vmap(swiglu, in_axes=(None, 0, 0))(tokens, gate_up, down))
-    if shared:
-        shared_gate_up, shared_down, gate = shared
-        y = y + jax.nn.sigmoid(tokens @ gate) * swiglu(tokens, shared_gate_up, shared_down)
-    share = jnp.mean(chosen, axis=0, dtype=probability.dtype) / top_k
-    return y.reshape(x.shape), router.shape[1] * jnp.sum(share * jnp.mean(probability, axis=0))
-
-
-def with_shared(x, router, gate_up, down, *shared, **params):
-    return moe(x, router, gate_up, down, shared=SharedExpert(*shared), **params)
-
-
-def jitted(function, **params):
-    """One compilation for the whole function: its operations one by one take several times as long."""
-    return jax.jit(functools.partial(function, **params))
-
-
-def arguments(lead, d, experts, f, dtype=jnp.float32, router_dtype=None):
-    return [
-        normal(0, (*lead, d), dtype),
-        normal(1, (d, experts), router_dtype or dtype, scale=d**-0.5),
-        normal(2, (experts, d, 2 * f), dtype, scale=d**-0.5),
-        normal(3, (experts, f, d), dtype, scale=f**-0.5),
-    ]
-
-
-def shared_arguments(d, s, dtype=jnp.float32):
-    return [normal(4, (d, 2 * s), dtype, scale=d**-0.5), normal(5, (s, d), dtype, scale=s**-0.5), normal(6, (d, 1), dtype, scale=d**-0.5)]
+from tests.ops.moe_cases import ALL, all_arguments, arguments, jitted, naive, of_arrays, swiglu
+from tests.programs import check_step
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +35,10 @@ def shared_arguments(d, s, dtype=jnp.float32):
     [
         ((3, 37), 24, 11, 20, {"top_k": 3}),
         ((65,), 9, 4, 5, {"top_k": 2, "renormalize": False}),
-        ((1, 1), 5, 3, 7, {"top_k": 1, "renormalize": False}),
+        ((1, 1), 5, 3, 7, {"top_k": 1, "renormalize": False, "scale": 2.5}),
+        ((41,), 10, 6, 7, {"top_k": 3, "scoring": "sigmoid", "scale": 2.5}),
+        ((5, 7), 8, 12, 3, {"top_k": 4, "scoring": "sigmoid", "renormalize": False, "groups": (4, 2)}),
+        ((43,), 7, 10, 6, {"top_k": 2, "groups": (5, 3)}),
     ],
 )
 def test_matches_the_oracle(lead, d, experts, f, params, dtype):
@@ -92,10 +54,18 @@ def test_matches_the_oracle(lead, d, experts, f, params, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_a_shared_expert_and_a_float32_router(dtype):
-    args = [*arguments((2, 33), 12, 6, 10, dtype, jnp.float32), *shared_arguments(12, 7, dtype)]
-    params = {"top_k": 2}
-    check_against_oracle(jitted(with_shared, **params), jitted(naive, **params), args, tuple(range(7)), dtype=dtype, terms=66, stages=4)
+@pytest.mark.parametrize(
+    ("gated", "params"),
+    [
+        (True, {"top_k": 2}),
+        (False, {"top_k": 3, "scoring": "sigmoid", "groups": (3, 2), "scale": 1.5}),
+    ],
+)
+def test_with_shared_expert_residual_bias_and_a_float32_router(gated, params, dtype):
+    args = all_arguments((2, 33), 12, 6, 10, 7, dtype, jnp.float32, gated=gated)
+    run, oracle = (jitted(of_arrays(function), **params) for function in (moe, naive))
+    differentiable = [number for number in range(len(args)) if number != 5]  # the bias has no gradient
+    check_against_oracle(run, oracle, args, differentiable, dtype=dtype, terms=66, stages=4)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -103,56 +73,15 @@ def test_M3_every_token_to_the_same_experts(top_k):
     x, router, gate_up, down = arguments((257,), 10, 8, 6)
     x = x.at[:, 0].set(1.0)
     router = router.at[0].set(0.0).at[0, 3].set(50.0).at[0, 5].set(40.0)
-    (y, balance), (_, _, dgate_up, ddown) = value_and_gradients(jitted(moe, top_k=top_k), [x, router, gate_up, down], ALL)
+    result, (_, _, dgate_up, ddown) = value_and_gradients(jitted(moe, top_k=top_k), [x, router, gate_up, down], ALL)
     # The second expert's share of the weight is about exp(-10): it is computed all the same.
-    expected, _ = jitted(naive, top_k=top_k)(x, router, gate_up, down)
-    chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(balance, jnp.float32(8 / top_k), rtol=0.05)
+    expected = jitted(naive, top_k=top_k)(x, router, gate_up, down)
+    chex.assert_trees_all_close(result, expected, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(result.balance_loss, jnp.float32(8 / top_k), rtol=0.05)
+    chex.assert_trees_all_close(result.load, jnp.zeros(8).at[jnp.array([3, 5][:top_k])].set(1 / top_k))
     for e in range(8):
         untouched = bool(jnp.all(dgate_up[e] == 0) & jnp.all(ddown[e] == 0))
         assert untouched is (e not in (3, 5)[:top_k])
-
-
-def route(logits, top_k, renormalize=True):
-    """The router's weights and choices for given logits, each a float32 row."""
-    logits = jnp.asarray(logits, jnp.float32)
-    return moe_route(jnp.eye(logits.shape[0]), logits, top_k=top_k, renormalize=renormalize)[:2]
-
-
-def test_M5_choices_are_made_in_float32():
-    probability = np.array([[0.30001, 0.30002, 0.2, 0.19997]])
-    _, choice = route(np.log(probability), 1)
-    assert choice.tolist() == [[1]]
-    _, choice, _ = moe_route(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray(np.log(probability), jnp.float32), top_k=1, renormalize=True)
-    assert choice.tolist() == [[1]]
-
-
-def test_M5_equal_experts_are_chosen_by_index():
-    logits = np.full((3, 512), -1.0)
-    logits[1, [400, 7]] = 2.0
-    logits[2] = np.where(np.arange(512) % 2, 0.0, -0.0)
-    run = functools.partial(route, logits, 4)
-    weights, choice = run()
-    assert choice.tolist() == [[0, 1, 2, 3], [7, 400, 0, 1], [0, 1, 2, 3]]
-    for _ in range(19):
-        chex.assert_trees_all_equal((weights, choice), run())
-
-
-def test_M6_weights():
-    logits = [[2.0, 1.0, 0.0, -1.0]]
-    chex.assert_trees_all_close(route(logits, 2, False)[0], jnp.array([[0.6439, 0.2369]]), atol=5e-5)
-    chex.assert_trees_all_close(route(logits, 2, True)[0], jnp.array([[0.7311, 0.2689]]), atol=5e-5)
-
-
-def test_M6_one_renormalised_choice_has_weight_one_and_trains_no_router():
-    args = arguments((20,), 6, 4, 5)
-    chex.assert_trees_all_equal(moe_route(*args[:2], top_k=1, renormalize=True)[0], jnp.ones((20, 1)))
-    drouter = jax.grad(lambda router: jnp.sum(moe(args[0], router, *args[2:], top_k=1)[0]))(args[1])
-    chex.assert_trees_all_equal(drouter, jnp.zeros_like(drouter))
-
-
-def test_M7_tiny_scores_share_the_weight():
-    chex.assert_trees_all_equal(route(np.full((2, 6), -1e4), 4)[0], jnp.full((2, 4), 0.25))
 
 
 def test_M9_equal_experts_are_one_dense_network():
@@ -161,31 +90,43 @@ def test_M9_equal_experts_are_one_dense_network():
     run = jax.jit(lambda *args: value_and_gradients(functools.partial(moe, top_k=4), args, ALL))
     result = run(x, router, gate_up, down)
     dense = swiglu(*(a.astype(jnp.float32) for a in (x, gate_up[0], down[0])))
-    # Hidden rows and results round on their way to the sum of the choices, which rounds once more.
+    # Activated rows round on their way, and the sum once more.
     limit = 4 * unit_roundoff(jnp.bfloat16) * float(jnp.max(jnp.abs(dense)))
-    chex.assert_trees_all_close(result[0][0].astype(jnp.float32), dense, rtol=0, atol=limit)
+    chex.assert_trees_all_close(result[0].y.astype(jnp.float32), dense, rtol=0, atol=limit)
     for _ in range(19):
         chex.assert_trees_all_equal(result, run(x, router, gate_up, down))
+
+
+def ragged_layer(x, router, gate_up, down):
+    """Every token through its best expert, by ``lax.ragged_dot``."""
+    choice = jnp.argmax(x @ router, axis=-1)
+    order = jnp.argsort(choice, stable=True)
+    sizes = jnp.bincount(choice, length=router.shape[1]).astype(jnp.int32)
+    gate, up = jnp.split(lax.ragged_dot(x[order], gate_up, sizes), 2, axis=-1)
+    return lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)[jnp.argsort(order)]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9, 33, 63, 99])
+def test_M10_tails_are_those_of_ragged_dot(tokens):
+    args = arguments((tokens,), 48, 5, 24)
+    run = jax.jit(lambda *args: (moe(*args, top_k=1).y, ragged_layer(*args)))
+    y, expected = run(*args)
+    chex.assert_trees_all_close(y, expected, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
 
 
 def test_permuting_experts_changes_nothing():
     x, router, gate_up, down = arguments((40,), 8, 6, 5)
     order = np.random.default_rng(0).permutation(6)
     run = jitted(moe, top_k=2)
-    chex.assert_trees_all_close(run(x, router[:, order], gate_up[order], down[order]), run(x, router, gate_up, down), rtol=1e-5, atol=1e-5)
-
-
-def test_balance_loss_of_a_uniform_router_is_one():
-    x, router, gate_up, down = arguments((30,), 8, 6, 5)
-    _, balance = moe(x, jnp.zeros_like(router), gate_up, down, top_k=2)
-    chex.assert_trees_all_close(balance, jnp.float32(1.0), rtol=1e-6)
+    result, permuted = run(x, router, gate_up, down), run(x, router[:, order], gate_up[order], down[order])
+    expected = result._replace(load=result.load[order])
+    chex.assert_trees_all_close(permuted, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_nan_stays_in_its_token():
     args = arguments((40,), 8, 6, 5)
     run = jitted(moe, top_k=2)
-    clean, _ = run(*args)
-    spoiled, _ = run(args[0].at[7].set(jnp.nan), *args[1:])
+    clean, spoiled = run(*args).y, run(args[0].at[7].set(jnp.nan), *args[1:]).y
     keep = jnp.arange(40) != 7
     chex.assert_trees_all_close(spoiled[keep], clean[keep], rtol=1e-6, atol=1e-6)
     assert bool(jnp.all(jnp.isnan(spoiled[7])))
@@ -193,49 +134,69 @@ def test_nan_stays_in_its_token():
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0)])
 def test_J7_no_tokens(lead):
-    args = arguments(lead, 8, 6, 5)
-    (y, balance), gradients = value_and_gradients(jitted(moe, top_k=2), args, ALL)
-    chex.assert_shape(y, (*lead, 8))
-    chex.assert_trees_all_equal(balance, jnp.float32(0.0))
-    chex.assert_trees_all_equal(gradients, tuple(jnp.zeros_like(a) for a in args))
+    args = all_arguments(lead, 8, 6, 5, 3)
+    result, gradients = value_and_gradients(jitted(of_arrays(moe), top_k=2), args, range(len(args)))
+    chex.assert_shape(result.y, (*lead, 8))
+    chex.assert_trees_all_equal(result[1:], (jnp.float32(0.0), jnp.float32(0.0), jnp.zeros(6)))
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, tuple(args)))
 
 
 def test_frozen_weights_cost_no_launch():
-    args = [*arguments((9,), 8, 6, 5), *shared_arguments(8, 3)]
-    op = functools.partial(with_shared, top_k=2)
-    weights = {"moe_drouter": 1, "moe_dgate_up": 2, "moe_ddown": 3}
-    every = gradient_launches(op, args, tuple(range(7)))
-    assert weights.keys() <= set(every)
+    args, op = all_arguments((9,), 8, 6, 5, 3), functools.partial(of_arrays(moe), top_k=2)
+    weights = {
+        "moe_drouter": 1,
+        "moe_dgate_up": 2,
+        "moe_ddown": 3,
+        "shared_expert_dgate_up": 6,
+        "shared_expert_ddown": 7,
+        "shared_expert_dgate": 8,
+    }
+    assert weights.keys() <= set(gradient_launches(op, args, tuple(range(9))))
     frozen = gradient_launches(op, args, (0,))
-    assert "moe_dx" in frozen and not weights.keys() & set(frozen) and "project_dweight" not in frozen
+    assert "moe_dx" in frozen and not weights.keys() & set(frozen)
     for name, number in weights.items():
-        assert weights.keys() & set(gradient_launches(op, args, (number,))) == {name}
-        assert "moe_dx" not in gradient_launches(op, args, (number,))
+        launches = set(gradient_launches(op, args, (number,)))
+        assert weights.keys() & launches == {name} and "moe_dx" not in launches
 
 
-def test_vmap_is_a_loop():
+def test_the_forward_pass_is_two_launches():
+    assert live_launches(functools.partial(of_arrays(moe), top_k=2), *all_arguments((9,), 8, 6, 5, 3)) == ["moe_route", "moe_experts"]
+
+
+def test_J3_vmap_is_a_loop():
     args = arguments((3, 12), 8, 6, 5)
-    check_vmap(jitted(moe, top_k=2), args, ALL, (0, None, None, None))
+    check_vmap(jitted(moe, top_k=2, scoring="sigmoid", groups=(3, 2)), args, ALL, (0, None, None, None))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_J5_J8_modes(dtype):
-    args = [*arguments((21,), 8, 6, 5, dtype), *shared_arguments(8, 3, dtype)]
-    check_modes(functools.partial(with_shared, top_k=2), args, tuple(range(7)))
+@pytest.mark.parametrize(("dtype", "params"), [(jnp.float32, {}), (jnp.bfloat16, {"scoring": "sigmoid", "groups": (3, 2), "scale": 2.0})])
+def test_J5_J8_modes(dtype, params):
+    args = all_arguments((21,), 8, 6, 5, 3, dtype)
+    check_modes(functools.partial(of_arrays(moe), top_k=2, **params), args, tuple(range(9)))
 
 
 def test_J3_shard_map():
-    args = [*arguments((21,), 8, 6, 5), *shared_arguments(8, 3)]
-
     def op(*args):
-        return with_shared(*args, top_k=2)[0]
+        return of_arrays(moe)(*args, top_k=2).y
 
-    check_shard_map(op, args, tuple(range(7)), (True, *(False,) * 6))
+    check_shard_map(op, all_arguments((21,), 8, 6, 5, 3), tuple(range(9)), (True, *(False,) * 3, True, *(False,) * 4))
+
+
+def test_P4_in_a_planned_step():
+    args = all_arguments((5, 7), 12, 6, 10, 7)
+    params = {"top_k": 3, "scoring": "sigmoid", "groups": (3, 2), "renormalize": False}
+
+    def step(*args):
+        return value_and_gradients(functools.partial(of_arrays(moe), **params), args, range(len(args)))
+
+    plan = check_step(step, *args, exact=False)
+    planned, _ = ja.jit(step)(plan.allocate(255), *args)
+    chex.assert_trees_all_close(planned, jax.jit(step)(*args), rtol=1e-4, atol=1e-5)
 
 
 def test_errors_name_the_argument():
     x, router, gate_up, down = arguments((5,), 8, 6, 4)
-    shared = SharedExpert(*shared_arguments(8, 3))
+    shared = SharedExpert(*all_arguments((5,), 8, 6, 4, 3)[6:])
+    call = functools.partial(moe, x, router, gate_up, down)
     with raises(TypeError, "moe: x must be bfloat16 or float32, got float16"):
         moe(x.astype(jnp.float16), router, gate_up, down, top_k=2)
     with raises(TypeError, "moe: router must have the dtype of x, float32, got bfloat16"):
@@ -248,11 +209,15 @@ def test_errors_name_the_argument():
         moe(x, router, gate_up[..., :7], down, top_k=2)
     with raises(ValueError, "moe: down must have shape (6, 4, 8)", "got shape (5, 4, 8)"):
         moe(x, router, gate_up, down[:5], top_k=2)
-    with raises(ValueError, "moe: top_k must be at most the number of experts, 6, got 7"):
-        moe(x, router, gate_up, down, top_k=7)
-    with raises(ValueError, "moe: top_k must be at least 1, got 0"):
-        moe(x, router, gate_up, down, top_k=0)
-    with raises(ValueError, "moe: renormalize must be one of True, False, got None"):
-        moe(x, router, gate_up, down, top_k=2, renormalize=None)
     with raises(ValueError, "moe: shared.gate must have shape (8, 1)", "got shape (8, 2)"):
-        moe(x, router, gate_up, down, top_k=2, shared=shared._replace(gate=jnp.ones((8, 2))))
+        call(top_k=2, shared=shared._replace(gate=jnp.ones((8, 2))))
+    with raises(TypeError, "moe: shared.down must have the dtype of x, float32, got bfloat16"):
+        call(top_k=2, shared=shared._replace(down=shared.down.astype(jnp.bfloat16)))
+    with raises(ValueError, "moe: residual must have shape (5, 8)", "got shape (4, 8)"):
+        call(top_k=2, residual=x[:4])
+    with raises(TypeError, "moe: residual must have the dtype of x, float32, got bfloat16"):
+        call(top_k=2, residual=x.astype(jnp.bfloat16))
+    with raises(TypeError, "moe: bias must be float32, got bfloat16"):
+        call(top_k=2, bias=jnp.zeros(6, jnp.bfloat16))
+    with raises(ValueError, "moe: bias must have shape (6,)", "got shape (5,)"):
+        call(top_k=2, bias=jnp.zeros(5))
