@@ -31,7 +31,7 @@ WINDOW = 1024
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Runs the demo; returns what it printed as numbers: losses in nats a byte, bits a byte held out, the baselines."""
+    """Runs the demo; returns what it printed as numbers (losses in nats a byte, bits a byte held out, the baselines), and the plan."""
     args = parse(argv)
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     opt_state = jax.jit(optimizer.init)(params)
     print(f"{hybrid.parameter_count(params):,} parameters; {len(data.train):,} bytes to train on, {len(data.held_out):,} held out")
 
-    step = ja.jit(train_step, donate_argnums=(0, 1))
+    step = ja.jit(train_step, donate_argnums=(0, 1), storage=args.storage)
     plan = step.plan(params, opt_state, tokens_of(batch_of(0)))
     print_plan(plan, out)
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ("unigram", baselines.unigram),
     ):
         print(f"  {name:24}{bits:6.3f}")
-    return {"losses": losses, "held_out": held_out, "baselines": baselines._asdict(), "params": params}
+    return {"losses": losses, "held_out": held_out, "baselines": baselines._asdict(), "params": params, "plan": plan}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -97,6 +97,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--storage", choices=("bf16", "int8", "int8x2"), help="of arrays kept for the backward pass (default: as they are)")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--windows", type=int, default=64, help="held-out windows to evaluate on")
     parser.add_argument("--seed", type=int, default=0)
