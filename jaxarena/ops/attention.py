@@ -23,14 +23,15 @@ queries). Query head h reads key head h // (heads / key heads).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxarena.ops.attention_blocks import Mask, Rules, blocks, filled, key_blocks, over_blocks, product, row_vector, rows
+from jaxarena.ops.attention_blocks import Mask, Rules, blocks, filled, key_block_of, key_blocks, over_blocks, product, row_vector, rows
+from jaxarena.ops.attention_forward import capped, forward_blocks, forward_by_sequence
 from jaxarena.ops.checks import (
     check_choice,
     check_finite,
@@ -46,7 +47,39 @@ from jaxarena.ops.interface import launch
 
 __all__ = ["attention"]
 
-_OP = "attention"
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    lengths: Array | None = None,
+    query_lengths: Array | None = None,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    lengths: Array | None = None,
+    query_lengths: Array | None = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
 
 
 def attention(
@@ -60,9 +93,13 @@ def attention(
     softcap: float | None = None,
     segment_ids: Int[Array, "b t"] | tuple[Int[Array, "b tq"], Int[Array, "b tk"]] | None = None,
     lengths: Int[Array, " b"] | None = None,
+    query_lengths: Int[Array, " b"] | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b tq h dv"] | tuple[Float[Array, "b tq h dv"], Float[Array, "b h tq"]]:
     """Attends every query to the keys of its sequence that it sees.
+
+    With ``lengths``, a sequence's result has the same bits in any batch with as many key rows, and alone. What lies in ``k`` and ``v`` past
+    a sequence's length changes nothing, whatever it is.
 
     Args:
       q: (batch, queries, heads, d), bfloat16 or float32; any d from 1 up.
@@ -75,73 +112,95 @@ def attention(
       softcap: bounds the scaled scores smoothly.
       segment_ids: int32, for packed sequences: a row sees only keys with its own id. One array for as many queries as keys, else a
         pair for queries and keys.
-      lengths: int32 [batch]: how many of the keys each sequence has, as in a cache; the queries are the last of them. No gradient.
+      lengths: int32 [batch]: how many of the keys each sequence has, as in a cache; the queries are the last of them. Below 0 counts as
+        0, above the keys as all of them. No gradient.
+      query_lengths: int32 [batch], with ``lengths``: how many of the query rows each sequence has, the first ones; the last of these is
+        at its last key. The other rows see no key.
       return_lse: whether to return lse too, with its gradient.
 
     Returns:
-      (batch, queries, heads, dv) in the dtype of ``q``; with ``return_lse`` also lse, float32 (batch, heads, queries).
+      (batch, queries, heads, dv) in the dtype of ``q``; with ``return_lse`` also lse, float32 (batch, heads, queries). A row that sees no
+      key is 0, its lse -inf.
 
     Raises:
       TypeError: a dtype is not supported.
       ValueError: shapes do not fit together, the heads are no multiple of the key heads, there are more queries than keys under
         ``causal``, or an option is out of its range.
     """
+    hints, rules = prepare(
+        "attention", q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, segment_ids=segment_ids, lengths=lengths,
+        query_lengths=query_lengths
+    )  # fmt: skip
+    return attend_arrays(q, k, v, hints, rules, return_lse=return_lse)
+
+
+def prepare(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    segment_ids: Any = None,
+    lengths: Any = None,
+    query_lengths: Any = None,
+) -> tuple[list[Array], Rules]:
+    """Checks the arguments of an attention; ``k`` and ``v`` may be ``jax.ShapeDtypeStruct``. Returns the integer arrays that say who sees
+    whom, in the order that :class:`Mask` takes them, and the rules."""
     for name, array in (("q", q), ("k", k), ("v", v)):
-        check_float(_OP, name, array)
-        check_ndim(_OP, name, array, "batch time heads size")
-        check_same_dtype(_OP, name, array, "q", q)
+        check_float(op, name, array)
+        check_ndim(op, name, array, "batch time heads size")
+        check_same_dtype(op, name, array, "q", q)
     batch, queries, heads, size = q.shape
     keys, key_heads = k.shape[1:3]
-    check_choice(_OP, "causal", causal, (True, False))
+    check_choice(op, "causal", causal, (True, False))
     if causal and queries > keys:
-        raise ValueError(f"{_OP}: q must have at most as many rows as k when causal, got {queries} queries and {keys} keys")
+        raise ValueError(f"{op}: q must have at most as many rows as k when causal, got {queries} queries and {keys} keys")
     if min(heads, key_heads) < 1 or heads % key_heads:
-        raise ValueError(f"{_OP}: q must have a multiple of k's heads, got {heads} query heads and {key_heads} key heads")
+        raise ValueError(f"{op}: q must have a multiple of k's heads, got {heads} query heads and {key_heads} key heads")
     if size < 1 or v.shape[3] < 1:
-        raise ValueError(f"{_OP}: heads must have at least 1 element, got {size} for q and {v.shape[3]} for v")
-    check_shape(_OP, "k", k, (batch, keys, key_heads, size), "batch and size of q")
-    check_shape(_OP, "v", v, (batch, keys, key_heads, v.shape[3]), "batch, time and heads of k")
+        raise ValueError(f"{op}: heads must have at least 1 element, got {size} for q and {v.shape[3]} for v")
+    check_shape(op, "k", k, (batch, keys, key_heads, size), "batch and size of q")
+    check_shape(op, "v", v, (batch, keys, key_heads, v.shape[3]), "batch, time and heads of k")
     scale = size**-0.5 if scale is None else scale
-    check_finite(_OP, "scale", scale)
+    check_finite(op, "scale", scale)
     if window is not None:
-        check_positive_int(_OP, "window", window)
+        check_positive_int(op, "window", window)
         if not causal:
-            raise ValueError(f"{_OP}: window must be None unless causal, got {window}")
+            raise ValueError(f"{op}: window must be None unless causal, got {window}")
     if softcap is not None:
-        check_finite(_OP, "softcap", softcap)
+        check_finite(op, "softcap", softcap)
         if softcap <= 0:
-            raise ValueError(f"{_OP}: softcap must be positive, got {softcap}")
-    hints = _hints(segment_ids, lengths, batch, queries, keys)
-    rules = Rules(
-        bool(causal),
-        float(scale),
-        window,
-        None if softcap is None else float(softcap),
-        lengths=lengths is not None,
-        segments=segment_ids is not None,
-    )
+            raise ValueError(f"{op}: softcap must be positive, got {softcap}")
+    if query_lengths is not None and lengths is None:
+        raise ValueError(f"{op}: query_lengths must be None unless lengths are given, got shape {tuple(query_lengths.shape)}")
+    hints = []
+    for name, array in (("lengths", lengths), ("query_lengths", query_lengths)):
+        if array is not None:
+            check_int(op, name, array)
+            check_shape(op, name, array, (batch,), "the batch of q")
+            hints.append(array)
+    if segment_ids is not None:
+        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        if len(pair) != 2:
+            raise ValueError(f"{op}: segment_ids must be one array or a pair for queries and keys, got {len(pair)} arrays")
+        for ids, time, what in zip(pair, (queries, keys), ("queries", "keys"), strict=True):
+            check_int(op, "segment_ids", ids)
+            check_shape(op, "segment_ids", ids, (batch, time), f"batch and {what}")
+            hints.append(ids)
+    given = {"lengths": lengths is not None, "query_lengths": query_lengths is not None, "segments": segment_ids is not None}
+    return hints, Rules(bool(causal), float(scale), window, None if softcap is None else float(softcap), **given)
+
+
+def attend_arrays(q: Array, k: Array, v: Array, hints: list[Array], rules: Rules, *, return_lse: bool) -> Any:
+    """The differentiable attention of checked arguments."""
     q, k, v, *hints = vary_together(q, k, v, *hints)
     if return_lse:
         return _attention_lse(q, k, v, tuple(hints), rules)
     return _attention_alone(q, k, v, tuple(hints), rules)[0]
-
-
-def _hints(segment_ids: Any, lengths: Any, batch: int, queries: int, keys: int) -> list[Array]:
-    """The integer arrays that say who sees whom, checked, in the order that :class:`Mask` takes them."""
-    hints = []
-    if lengths is not None:
-        check_int(_OP, "lengths", lengths)
-        check_shape(_OP, "lengths", lengths, (batch,), "the batch of q")
-        hints.append(lengths)
-    if segment_ids is not None:
-        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        if len(pair) != 2:
-            raise ValueError(f"{_OP}: segment_ids must be one array or a pair for queries and keys, got {len(pair)} arrays")
-        for ids, time, what in zip(pair, (queries, keys), ("queries", "keys"), strict=True):
-            check_int(_OP, "segment_ids", ids)
-            check_shape(_OP, "segment_ids", ids, (batch, time), f"batch and {what}")
-            hints.append(ids)
-    return hints
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -179,31 +238,19 @@ _attention_lse.defvjp(_fwd_lse, _bwd)
 
 @launch("attention_forward", row_ndim=(2, 0))
 def attention_forward(
-    q: Float[Array, "b tq h d"], k: Float[Array, "b tk g d"], v: Float[Array, "b tk g dv"], *hints: Int[Array, "*shape"], rules: Rules
+    q: Float[Array, "b tq h d"], k: Float[Array, "b tk g d"], v: Float[Array, "b tk g dv"], *hints: Int[Array, "*_shape"], rules: Rules
 ) -> tuple[Float[Array, "b tq h dv"], Float[Array, "b h tq"]]:
     """o and lse, a block of query rows at a time."""
-    mask = Mask(rules, q.shape[1], k.shape[1], hints)
-    queries, keys, values = blocks(q, k.shape[2]), key_blocks(k), key_blocks(v)
-    guarded = rules.may_see_nothing or not k.shape[1]
+    keys, key_heads = k.shape[1:3]
+    if rules.lengths and keys:
 
-    def row_block(i: Array, q: Array) -> tuple[Array, Array]:
-        def key_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, o = carry
-            s = _scores(q, keys[j], mask.seen(i, j), rules)
-            new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-            # While a row has seen nothing its maximum is -inf, which must not be subtracted from itself.
-            base = jnp.where(new_top == -jnp.inf, 0, new_top) if guarded else new_top
-            p, shrink = jnp.exp(s - base[..., None]), jnp.exp(top - base)
-            total = shrink * total + jnp.sum(p, axis=-1)
-            return new_top, total, shrink[..., None] * o + product("bgrqk,bgkv->bgrqv", p.astype(v.dtype), values[j])
+        def fetch(sequence: Array, j: Array) -> tuple[Array, Array]:
+            return key_block_of(k, sequence, j), key_block_of(v, sequence, j)
 
-        shape = q.shape[:-1]
-        start = (filled(q, shape, -jnp.inf), filled(q, shape), filled(q, (*shape, v.shape[-1])))
-        top, total, o = lax.fori_loop(*mask.keys_of(i), key_block, start)
-        share = jnp.where(total == 0, 1, total) if guarded else total
-        return (o / share[..., None]).astype(q.dtype), top + jnp.log(share)
-
-    o, lse = over_blocks(row_block, queries)
+        return forward_by_sequence(q, fetch, hints, rules, keys=keys, key_heads=key_heads, value_size=v.shape[3])
+    mask = Mask(rules, q.shape[1], keys, hints)
+    by_key, by_value = key_blocks(k), key_blocks(v)
+    o, lse = forward_blocks(blocks(q, key_heads), lambda j: (by_key[j], by_value[j]), v.shape[3], mask)
     return rows(o, q.shape[1]), row_vector(lse, q.shape[1])
 
 
@@ -229,7 +276,7 @@ def attention_key_pass(
     do: Float[Array, "b tq h dv"],
     lse: Float[Array, "b h tq"],
     terms: Float[Array, "b h tq"],
-    *hints: Int[Array, "*shape"],
+    *hints: Int[Array, "*_shape"],
     rules: Rules,
 ) -> tuple[Float[Array, "b tk g d"], Float[Array, "b tk g dv"]]:
     """dk and dv, a block of keys at a time, summed over the blocks of queries and the query heads of each key head."""
@@ -240,13 +287,15 @@ def attention_key_pass(
     side = tuple(a.reshape(*a.shape[:3], repeats * a.shape[4], *a.shape[5:]) for a in _query_side(q, do, lse, terms, key_heads))
 
     def key_block(j: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        k, v = mask.existing(j, k), mask.existing(j, v)
+
         def row_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = carry
             q, do, lse, terms = (a[i] for a in side)
             # Keys by queries: the products that sum over queries then read p and ds as they lie.
             seen = jnp.swapaxes(mask.seen(i, j), -1, -2)
             seen = jnp.tile(seen if seen.ndim == 2 else seen[:, :, 0], (1,) * (min(seen.ndim, 4) - 1) + (repeats,))
-            s = _capped(product("bgkd,bgqd->bgkq", k, q), rules)
+            s = capped(product("bgkd,bgqd->bgkq", k, q), rules)
             p = jnp.exp(jnp.where(seen, s, -jnp.inf) - lse[:, :, None])
             ds = _uncapped(p * (product("bgkv,bgqv->bgkq", v, do) - terms[:, :, None]), s, rules)
             dk = dk + product("bgkq,bgqd->bgkd", ds.astype(q.dtype), q)
@@ -267,7 +316,7 @@ def attention_query_pass(
     do: Float[Array, "b tq h dv"],
     lse: Float[Array, "b h tq"],
     terms: Float[Array, "b h tq"],
-    *hints: Int[Array, "*shape"],
+    *hints: Int[Array, "*_shape"],
     rules: Rules,
 ) -> Float[Array, "b tq h d"]:
     """dq, a block of query rows at a time."""
@@ -276,26 +325,16 @@ def attention_query_pass(
 
     def row_block(i: Array, q: Array, do: Array, lse: Array, terms: Array) -> Array:
         def key_block(j: Array, dq: Array) -> Array:
-            s = _capped(product("bgrqd,bgkd->bgrqk", q, keys[j]), rules)
+            k, v = mask.existing(j, keys[j]), mask.existing(j, values[j])
+            s = capped(product("bgrqd,bgkd->bgrqk", q, k), rules)
             p = jnp.exp(jnp.where(mask.seen(i, j), s, -jnp.inf) - lse[..., None])
-            ds = _uncapped(p * (product("bgrqv,bgkv->bgrqk", do, values[j]) - terms[..., None]), s, rules)
-            return dq + product("bgrqk,bgkd->bgrqd", ds.astype(k.dtype), keys[j])
+            ds = _uncapped(p * (product("bgrqv,bgkv->bgrqk", do, v) - terms[..., None]), s, rules)
+            return dq + product("bgrqk,bgkd->bgrqd", ds.astype(k.dtype), k)
 
         dq = lax.fori_loop(*mask.keys_of(i), key_block, filled(q, q.shape))
         return (rules.scale * dq).astype(q.dtype)
 
     return rows(over_blocks(row_block, *_query_side(q, do, lse, terms, k.shape[2])), q.shape[1])
-
-
-def _scores(q: Float[Array, "b g r i d"], k: Float[Array, "b g j d"], seen: Array, rules: Rules) -> Float[Array, "b g r i j"]:
-    """Scores of a query block against a key block, -inf where a row does not see a key."""
-    return jnp.where(seen, _capped(product("bgrqd,bgkd->bgrqk", q, k), rules), -jnp.inf)
-
-
-def _capped(s: Array, rules: Rules) -> Array:
-    """The scores of products of q and k."""
-    s = rules.scale * s
-    return s if rules.softcap is None else rules.softcap * jnp.tanh(s / rules.softcap)
 
 
 def _uncapped(ds: Array, s: Array, rules: Rules) -> Array:

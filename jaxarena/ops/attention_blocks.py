@@ -1,10 +1,11 @@
 """Blocks of queries and keys, and which query sees which key: what the passes of attention share.
 
-Query row i of a sequence with ``n`` keys stands at key position ``n - queries + i`` (bottom-right aligned). It sees key j if
+Query row i of a sequence with ``n`` keys and ``m`` query rows stands at key position ``n - m + i`` (bottom-right aligned). It sees key j if
 
-    j < n,   j <= position (causal),   j > position - window,   segment of i = segment of j
+    i < m,   j < n,   j <= position (causal),   j > position - window,   segment of i = segment of j
 
-for as many of these as the :class:`Rules` ask for. Blocks without any such pair are not visited.
+for as many of these as the :class:`Rules` ask for. Blocks without any such pair are not visited. What lies past a sequence's ``n`` keys
+never reaches a result, NaNs included: it is read as zeros.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-__all__ = ["Mask", "Rules", "blocks", "filled", "key_blocks", "over_blocks", "product", "row_vector", "rows"]
+__all__ = ["Mask", "Rules", "blocks", "filled", "key_block_of", "key_blocks", "over_blocks", "product", "row_vector", "rows"]
 
 BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is known of an attention when it is traced; ``lengths`` and ``segments`` say whether those arrays are given."""
+    """What is known of an attention when it is traced; the last three say which integer arrays are given."""
 
     causal: bool
     scale: float
     window: int | None = None
     softcap: float | None = None
     lengths: bool = False
+    query_lengths: bool = False
     segments: bool = False
 
     @property
@@ -45,29 +47,37 @@ class Mask:
     Args:
       rules: what to ask for.
       queries, keys: how many a sequence has.
-      hints: ``lengths`` int32 [b], then the segments of queries [b, queries] and keys [b, keys], those that ``rules`` names.
+      hints: ``lengths`` int32 [b], ``query_lengths`` int32 [b], then the segments of queries [b, queries] and keys [b, keys]: those
+        that ``rules`` names.
     """
 
     def __init__(self, rules: Rules, queries: int, keys: int, hints: tuple[Array, ...]):
         self.rules, self.queries, self.keys = rules, queries, keys
         rest = list(hints)
-        self.ends = rest.pop(0) if rules.lengths else None
+        # How many keys, and query rows, of each sequence there are; None where all are.
+        self.ends = jnp.clip(rest.pop(0), 0, keys) if rules.lengths else None
+        self.query_ends = jnp.clip(rest.pop(0), 0, queries) if rules.query_lengths else None
         self.segments = tuple(_vector_blocks(a) for a in rest)
         self.query_block, self.key_block = block_of(queries), block_of(keys)
         self.query_blocks, self.key_blocks = -(-queries // self.query_block), -(-keys // self.key_block)
         # The key position of query 0: of every sequence, and the least and the greatest.
-        self.starts: Any = keys - queries if self.ends is None else self.ends - queries
-        self.first, self.last = (self.starts, self.starts) if self.ends is None else (jnp.min(self.starts), jnp.max(self.starts))
+        self.starts: Any = (keys if self.ends is None else self.ends) - (queries if self.query_ends is None else self.query_ends)
+        self.first, self.last = self.starts, self.starts
+        if self.ends is not None:
+            # The initial values bound all others: they count in an empty batch only.
+            self.first, self.last = jnp.min(self.starts, initial=keys), jnp.max(self.starts, initial=-queries)
 
     def seen(self, row: Array, column: Array) -> Bool[Array, "... i j"]:
         """Which queries of block ``row`` see which keys of block ``column``: [i, j], or [b, 1, 1, i, j] where sequences differ."""
         shape = (self.query_block, self.key_block)
         key = column * self.key_block + lax.broadcasted_iota(jnp.int32, shape, 1)
-        position = row * self.query_block + lax.broadcasted_iota(jnp.int32, shape, 0)
+        query = row * self.query_block + lax.broadcasted_iota(jnp.int32, shape, 0)
         if self.ends is None:
-            position, seen = position + self.starts, key < self.keys
+            position, seen = query + self.starts, key < self.keys
         else:
-            position, seen = position + self.starts[:, None, None], key < self.ends[:, None, None]
+            position, seen = query + self.starts[:, None, None], key < self.ends[:, None, None]
+        if self.query_ends is not None:
+            seen = seen & (query < self.query_ends[:, None, None])
         if self.rules.causal:
             # With as many queries as keys the causal rule hides the pads too.
             seen = key <= position if self.queries == self.keys and self.ends is None else seen & (key <= position)
@@ -82,11 +92,13 @@ class Mask:
         """The blocks of keys, from and up to, that queries of block ``row`` may see."""
         start: Any = 0
         stop: Any = self.key_blocks
+        if self.ends is not None:
+            stop = (jnp.max(self.ends, initial=0) + self.key_block - 1) // self.key_block
+        if self.query_ends is not None:
+            stop = jnp.where(row * self.query_block < jnp.max(self.query_ends, initial=0), stop, 0)
         if self.rules.causal:
             last = (row + 1) * self.query_block - 1 + self.last
             stop = jnp.clip(last // self.key_block + 1, 0, stop)
-        elif self.ends is not None:
-            stop = jnp.clip((self.last + self.queries - 1) // self.key_block + 1, 0, stop)
         if self.rules.window is not None:
             start = jnp.maximum((row * self.query_block + self.first - self.rules.window + 1) // self.key_block, 0)
         return start, stop
@@ -101,6 +113,13 @@ class Mask:
             last = (column + 1) * self.key_block - 1 + self.rules.window - 1 - self.first
             stop = jnp.clip(last // self.query_block + 1, 0, stop)
         return start, stop
+
+    def existing(self, column: Array, a: Float[Array, "b g j d"]) -> Float[Array, "b g j d"]:
+        """A block of keys or values, with zeros past each sequence's end."""
+        if self.ends is None:
+            return a
+        key = column * self.key_block + lax.iota(jnp.int32, self.key_block)
+        return jnp.where((key < self.ends[:, None])[:, None, :, None], a, 0)
 
 
 def block_of(time: int) -> int:
@@ -120,6 +139,18 @@ def blocks(a: Float[Array, "b t h d"], key_heads: int, fill: float = 0.0) -> Flo
 
 def key_blocks(a: Float[Array, "b t g d"]) -> Float[Array, "n b g block d"]:
     return blocks(a, a.shape[2])[:, :, :, 0]
+
+
+def key_block_of(a: Shaped[Array, "b t g d"], sequence: Array, column: Array) -> Shaped[Array, "1 g block d"]:
+    """Block ``column`` of the keys of one sequence, sliced out of all keys; what lies past the last key is zeros."""
+    block = block_of(a.shape[1])
+    start = column * block
+    first = jnp.minimum(start, a.shape[1] - block)
+    part = lax.dynamic_slice(a, (sequence, first, jnp.zeros_like(first), jnp.zeros_like(first)), (1, block, *a.shape[2:]))
+    if a.shape[1] % block:
+        # A slice that would reach past the end starts earlier: move its keys to the front.
+        part = lax.dynamic_slice_in_dim(jnp.pad(part, ((0, 0), (0, block), (0, 0), (0, 0))), start - first, block, axis=1)
+    return part.transpose(0, 2, 1, 3)
 
 
 def _vector_blocks(a: Int[Array, "b t"]) -> Int[Array, "n b block"]:

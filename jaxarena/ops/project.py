@@ -1,4 +1,4 @@
-"""A linear projection, with an optional residual sum or SwiGLU behind it.
+"""A linear projection, with an optional residual sum or SwiGLU behind it, in floating point or on int8 words.
 
 ::
 
@@ -16,12 +16,15 @@ Gradient::
 
 and with swiglu, ``dz = [dy * u * silu'(a) | dy * silu(a)]`` takes the place of dy, where
 ``silu'(z) = p (1 + z (1 - p))``, ``p = sigmoid(z)``. For that the rows ``z = [a | u]`` are kept, rounded to the dtype of x.
+
+The launches: :mod:`jaxarena.ops.project_float`; with quantized operands, products or results, and what these compute exactly,
+:mod:`jaxarena.ops.project_quantized`.
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from typing import overload
+
 from jaxtyping import Array, Float
 
 from jaxarena.ops.checks import (
@@ -33,166 +36,114 @@ from jaxarena.ops.checks import (
     check_shape,
     vary_together,
 )
-from jaxarena.ops.interface import launch
+from jaxarena.ops.project_float import project_add, project_plain, project_swiglu
+from jaxarena.ops.project_quantized import project_quantized
+from jaxarena.ops.quantized import STORAGES, Quantized, check_quantized
 
 __all__ = ["project"]
 
 ACTIVATIONS = (None, "swiglu")
 
 
+@overload
 def project(
-    x: Float[Array, "*rows k"],
-    weight: Float[Array, "k columns"],
+    x: Array | Quantized,
+    weight: Array | Quantized,
+    *,
+    residual: Array | None = None,
+    activation: str | None = None,
+    storage: str | None = None,
+    out_storage: None = None,
+) -> Array: ...
+
+
+@overload
+def project(
+    x: Array | Quantized,
+    weight: Array | Quantized,
+    *,
+    residual: Array | None = None,
+    activation: str | None = None,
+    storage: str | None = None,
+    out_storage: str,
+) -> Quantized: ...
+
+
+def project(
+    x: Float[Array, "*rows k"] | Quantized,
+    weight: Float[Array, "k columns"] | Quantized,
     *,
     residual: Float[Array, "*rows n"] | None = None,
     activation: str | None = None,
-) -> Float[Array, "*rows n"]:
+    storage: str | None = None,
+    out_storage: str | None = None,
+) -> Float[Array, "*rows n"] | Quantized:
     """Multiplies each row of ``x`` by ``weight``, then adds ``residual`` or applies ``activation``.
 
     Args:
-      x: ``[..., k]``, bfloat16 or float32.
-      weight: ``[k, n]``, or ``[k, 2 n]`` with ``"swiglu"`` (gate columns first), in the dtype of ``x``.
+      x: ``[..., k]``, bfloat16 or float32, or quantized by rows.
+      weight: ``[k, n]``, or ``[k, 2 n]`` with ``"swiglu"`` (gate columns first), in the dtype of ``x`` (with a ``storage``, of either
+        dtype: give the float32 master weight as it is), or quantized by tiles.
       residual: ``[..., n]`` in the dtype of ``x``, or None. Not together with an activation.
       activation: None or ``"swiglu"``.
+      storage: what is multiplied. None: floating point in the dtype of ``x``; quantized operands are decoded to it. ``"int8"`` or
+        ``"int8x2"``: words, summed exactly within each block of 128 along k; floating-point operands are quantized first, ``x`` by rows
+        and ``weight`` by tiles, and quantized ones must be stored so.
+      out_storage: None for an array; ``"int8"`` or ``"int8x2"`` for the result quantized by rows, from the float32 sum.
 
     Returns:
-      ``[..., n]`` in the dtype of ``x``. Within ``tolerance(dtype, length of the sum)`` of float64, gradients too; with swiglu
-      ``stages=3`` for gradients, as kept rows are rounded (:func:`jaxarena.testing.tolerance`).
+      ``[..., n]`` in the dtype of ``x``, or such a :class:`~jaxarena.ops.Quantized`.
+
+      In floating point within ``tolerance(dtype, length of the sum)`` of float64, gradients too; with swiglu ``stages=3`` for gradients,
+      as kept rows are rounded (:func:`jaxarena.testing.tolerance`). For normally distributed operands one word is within 1.5e-2 of
+      float64 and two words are within 5e-5 (root mean square of the error over that of the result), in a float32 result.
+
+      Gradients are straight-through: those of the same product of the decoded operands, in the dtype of ``x``, given to ``x`` and to the
+      master weight. A :class:`~jaxarena.ops.Quantized` hands its gradient on through its carrier to what it was quantized from; one
+      without a carrier takes none, and the other operand still has its own. For the backward pass ``x`` is kept in words alone: where
+      several projections read one ``x``, quantize it once and pass it to all of them, and they keep the same words.
 
     Raises:
-      TypeError: an array is not bfloat16 or float32, or ``weight`` or ``residual`` has another dtype than ``x``.
-      ValueError: the shapes do not fit, ``activation`` is not supported, or both ``residual`` and ``activation`` are given.
+      TypeError: an array is not bfloat16 or float32, or ``weight`` (without a ``storage``) or ``residual`` has another dtype than ``x``.
+      ValueError: the shapes do not fit, ``activation``, ``storage`` or ``out_storage`` is not supported, both ``residual`` and
+        ``activation`` are given, or a quantized operand has the wrong kind of blocks, another storage, or was cut within a block.
     """
     check_float("project", "x", x)
     check_float("project", "weight", weight)
+    check_choice("project", "storage", storage, (None, *STORAGES))
+    check_choice("project", "out_storage", out_storage, (None, *STORAGES))
+    _check_quantized("x", x, "row", storage)
+    _check_quantized("weight", weight, "tile", storage)
     check_ndim("project", "x", x, "... k")
     check_ndim("project", "weight", weight, "k n")
-    check_same_dtype("project", "weight", weight, "x", x)
+    if storage is None and not isinstance(weight, Quantized):
+        check_same_dtype("project", "weight", weight, "x", x)
     check_axis("project", "weight", weight, 0, x.shape[-1], "the last axis of x")
     check_choice("project", "activation", activation, ACTIVATIONS)
-    if activation == "swiglu":
-        if residual is not None:
+    if residual is not None:
+        if activation is not None:
             raise ValueError("project: residual must be None with activation 'swiglu', got an array: add it to the next projection")
-        if weight.shape[1] % 2:
-            raise ValueError(
-                f"project: weight must have an even number of columns with activation 'swiglu' (gate, then up), got {weight.shape[1]}"
-            )
-        return _project_swiglu(*vary_together(x, weight))
+        check_float("project", "residual", residual)
+        check_same_dtype("project", "residual", residual, "x", x)
+        check_shape("project", "residual", residual, (*x.shape[:-1], weight.shape[1]), "the rows of x by the columns of weight")
+    if activation == "swiglu" and weight.shape[1] % 2:
+        raise ValueError(
+            f"project: weight must have an even number of columns with activation 'swiglu' (gate, then up), got {weight.shape[1]}"
+        )
+    if isinstance(x, Quantized) or isinstance(weight, Quantized) or storage is not None or out_storage is not None:
+        return project_quantized(x, weight, residual, storage=storage, out=out_storage, activation=activation)
+    if activation == "swiglu":
+        return project_swiglu(*vary_together(x, weight))
     if residual is None:
-        return _project(*vary_together(x, weight))
-    check_float("project", "residual", residual)
-    check_same_dtype("project", "residual", residual, "x", x)
-    check_shape("project", "residual", residual, (*x.shape[:-1], weight.shape[1]), "the rows of x by the columns of weight")
-    return _project_add(*vary_together(x, weight, residual))
+        return project_plain(*vary_together(x, weight))
+    return project_add(*vary_together(x, weight, residual))
 
 
-def _dot(a: Array, b: Array, axes_a: tuple[int, ...], axes_b: tuple[int, ...]) -> Array:
-    return jax.lax.dot_general(a, b, ((axes_a, axes_b), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _rows(x: Array, weight: Array) -> Array:
-    """``x @ weight`` in float32."""
-    return _dot(x, weight, (x.ndim - 1,), (0,))
-
-
-def _halves(z: Array) -> tuple[Array, Array]:
-    n = z.shape[-1] // 2
-    return z[..., :n].astype(jnp.float32), z[..., n:].astype(jnp.float32)
-
-
-@launch("project")
-def project_forward(x: Float[Array, "*rows k"], weight: Float[Array, "k n"]) -> Float[Array, "*rows n"]:
-    return _rows(x, weight).astype(x.dtype)
-
-
-@launch("project_add")
-def project_add_forward(
-    x: Float[Array, "*rows k"], weight: Float[Array, "k n"], residual: Float[Array, "*rows n"]
-) -> Float[Array, "*rows n"]:
-    return (_rows(x, weight) + residual.astype(jnp.float32)).astype(x.dtype)
-
-
-@launch("project_swiglu")
-def project_swiglu_forward(x: Float[Array, "*rows k"], weight: Float[Array, "k columns"]) -> Float[Array, "*rows n"]:
-    a, u = _halves(_rows(x, weight))
-    return (jax.nn.silu(a) * u).astype(x.dtype)
-
-
-@launch("project_swiglu_kept")
-def project_swiglu_kept_forward(
-    x: Float[Array, "*rows k"], weight: Float[Array, "k columns"]
-) -> tuple[Float[Array, "*rows n"], Float[Array, "*rows columns"]]:
-    z = _rows(x, weight)
-    a, u = _halves(z)
-    return (jax.nn.silu(a) * u).astype(x.dtype), z.astype(x.dtype)
-
-
-@launch("swiglu_dz")
-def swiglu_dz(z: Float[Array, "*rows columns"], dy: Float[Array, "*rows n"]) -> Float[Array, "*rows columns"]:
-    a, u = _halves(z)
-    dy = dy.astype(jnp.float32)
-    p = jax.nn.sigmoid(a)
-    return jnp.concatenate([dy * u * p * (1 + a * (1 - p)), dy * a * p], axis=-1).astype(z.dtype)
-
-
-@launch("project_dx")
-def project_dx(weight: Float[Array, "k n"], dy: Float[Array, "*rows n"]) -> Float[Array, "*rows k"]:
-    return _dot(dy, weight, (dy.ndim - 1,), (1,)).astype(dy.dtype)
-
-
-@launch("project_dweight")
-def project_dweight(x: Float[Array, "*rows k"], dy: Float[Array, "*rows n"]) -> Float[Array, "k n"]:
-    rows = tuple(range(x.ndim - 1))
-    return _dot(x, dy, rows, rows).astype(x.dtype)
-
-
-@jax.custom_vjp
-def _project(x: Array, weight: Array) -> Array:
-    return project_forward(x, weight)
-
-
-def _project_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _project(x, weight), (x, weight)
-
-
-def _project_bwd(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, weight = kept
-    return project_dx(weight, dy), project_dweight(x, dy)
-
-
-_project.defvjp(_project_fwd, _project_bwd)
-
-
-@jax.custom_vjp
-def _project_add(x: Array, weight: Array, residual: Array) -> Array:
-    return project_add_forward(x, weight, residual)
-
-
-def _project_add_fwd(x: Array, weight: Array, residual: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _project_add(x, weight, residual), (x, weight)
-
-
-def _project_add_bwd(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array, Array]:
-    return *_project_bwd(kept, dy), dy
-
-
-_project_add.defvjp(_project_add_fwd, _project_add_bwd)
-
-
-@jax.custom_vjp
-def _project_swiglu(x: Array, weight: Array) -> Array:
-    return project_swiglu_forward(x, weight)
-
-
-def _project_swiglu_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    y, z = project_swiglu_kept_forward(x, weight)
-    return y, (x, weight, z)
-
-
-def _project_swiglu_bwd(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, weight, z = kept
-    dz = swiglu_dz(z, dy)
-    return project_dx(weight, dz), project_dweight(x, dz)
-
-
-_project_swiglu.defvjp(_project_swiglu_fwd, _project_swiglu_bwd)
+def _check_quantized(name: str, operand: Array | Quantized, block: str, storage: str | None) -> None:
+    if not isinstance(operand, Quantized):
+        return
+    check_quantized("project", name, operand, block)
+    if storage not in (None, operand.storage):
+        raise ValueError(
+            f"project: {name} must be stored as {storage!r} with storage={storage!r}, got a Quantized stored as {operand.storage!r}"
+        )

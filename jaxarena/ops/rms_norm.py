@@ -14,16 +14,18 @@ Gradient, with ``n = x * r`` and ``g = dy * (offset + weight)``::
     dx      = r * (g - n * mean(g * n))      (+ ds, the gradient of s, where there is a residual)
     dweight = sum over rows of dy * n
 
-``r`` is not kept for the backward pass: it is one pass over a row that the backward pass reads in any case.
+``r`` is not kept for the backward pass: it is one pass over a row that the backward pass reads in any case. The two gradients read the same
+two arrays, one launch after the other, so that a planned step on the reference path reads those once; and each repeats the same sum for r.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from jaxarena.ops.checks import (
@@ -172,18 +174,24 @@ def _add_rms_norm(x: Array, residual: Array, weight: Array, eps: float, offset: 
     return add_rms_norm_forward(x, residual, weight, eps=eps, offset=offset)
 
 
-def _add_rms_norm_fwd(
-    x: Array, residual: Array, weight: Array, eps: float, offset: float
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    y, s = _add_rms_norm(x, residual, weight, eps, offset)
-    return (y, s), (s, weight)
+def _add_rms_norm_fwd(x: Any, residual: Any, weight: Any, eps: float, offset: float) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    y, s = _add_rms_norm(x.value, residual.value, weight.value, eps, offset)
+    return (y, s), (s, weight.value)
 
 
-def _add_rms_norm_bwd(eps: float, offset: float, kept: tuple[Array, Array], gradients: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+def _add_rms_norm_bwd(
+    eps: float, offset: float, kept: tuple[Array, Array], gradients: tuple[Array | SymbolicZero, Array | SymbolicZero]
+) -> tuple[Any, Any, Array | None]:
+    # Where only one of the results is used, the other's gradient is not an array of zeros to be read.
     s, weight = kept
     dy, ds = gradients
-    dx = add_rms_norm_dx(s, weight, dy, ds, eps=eps, offset=offset)
+    if isinstance(dy, SymbolicZero):
+        return ds, ds, None
+    if isinstance(ds, SymbolicZero):
+        dx = rms_norm_dx(s, weight, dy, eps=eps, offset=offset)
+    else:
+        dx = add_rms_norm_dx(s, weight, dy, ds, eps=eps, offset=offset)
     return dx, dx, rms_norm_dweight(s, weight, dy, eps=eps)
 
 
-_add_rms_norm.defvjp(_add_rms_norm_fwd, _add_rms_norm_bwd)
+_add_rms_norm.defvjp(_add_rms_norm_fwd, _add_rms_norm_bwd, symbolic_zeros=True)

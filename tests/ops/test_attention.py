@@ -69,13 +69,14 @@ def test_heads_sizes_and_blocks_all_different(dtype, causal):
     check(arguments((2, 261, 6, 2, 12, 17), dtype), dtype, causal=causal, scale=0.3)
 
 
-@pytest.mark.parametrize("size", [1, 72, 256])
+@pytest.mark.parametrize("size", [1, 72, *(pytest.param(size, marks=pytest.mark.slow) for size in (80, 96, 104, 192)), 256])
 def test_A10_head_sizes(size):
     check(arguments((2, 130, 3, 3, size, size)), jnp.float32)
 
 
-def test_A3_large_scores():
-    check(arguments((1, 300, 1, 1, 128, 8), size=3.0), jnp.float32)
+@pytest.mark.parametrize("time", [300, pytest.param(1024, marks=pytest.mark.slow)])
+def test_A3_large_scores(time):
+    check(arguments((1, time, 1, 1, 128, 8), size=3.0), jnp.float32)
 
 
 def test_A3_one_key_above_all():

@@ -23,47 +23,15 @@ from tests.ops.common import (
     raises,
     value_and_gradients,
 )
+from tests.ops.delta_cases import arguments, naive_outputs
 
 ALL = (0, 1, 2, 3, 4)
-
-
-def naive(q, k, v, g, beta, *, scale=None, l2norm_eps=None):
-    """The recurrence, one step at a time; ``g=None`` has no decay at all."""
-    if l2norm_eps is not None:
-        q, k = (x * (jnp.sum(x**2, -1, keepdims=True) + l2norm_eps) ** -0.5 for x in (q, k))
-    repeats = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-
-    def step(state, xs):
-        q, k, v, beta, *g = xs
-        if g:
-            state = jnp.exp(g[0])[..., None, None] * state
-        error = v - jnp.einsum("bhkv,bhk->bhv", state, k)
-        state = state + jnp.einsum("bhk,bh,bhv->bhkv", k, beta, error)
-        return state, scale * jnp.einsum("bhkv,bhk->bhv", state, q)
-
-    start = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.dtype)
-    inputs = (q, k, v, beta) if g is None else (q, k, v, beta, g)
-    return jnp.moveaxis(jax.lax.scan(step, start, tuple(jnp.moveaxis(a, 1, 0) for a in inputs))[1], 0, 1)
-
-
-def unit(x):
-    return x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True).astype(x.dtype)
-
-
-def arguments(shape, dtype=jnp.float32, gates=None):
-    """q, k, v, g, beta for (batch, time, key heads, value heads, dk, dv); ``gates`` gives g, alike everywhere if a number."""
-    b, t, hk, hv, dk, dv = shape
-    g = jax.nn.log_sigmoid(normal(3, (b, t, hv))) if gates is None else jnp.broadcast_to(jnp.asarray(gates, jnp.float32), (b, t, hv))
-    beta = jax.nn.sigmoid(normal(4, (b, t, hv)))
-    return [unit(normal(0, (b, t, hk, dk), dtype)), unit(normal(1, (b, t, hk, dk), dtype)), normal(2, (b, t, hv, dv), dtype), g, beta]
 
 
 def check(args, dtype=jnp.float32, *, qk_l2norm=False, terms=None, **params):
     eps = params.pop("l2norm_eps", 1e-6) if qk_l2norm else None
     op = functools.partial(gated_delta_rule, qk_l2norm=qk_l2norm, **({"l2norm_eps": eps} if qk_l2norm else {}), **params)
-    expected = jax.jit(functools.partial(naive, l2norm_eps=eps, scale=params.get("scale")))
+    expected = jax.jit(functools.partial(naive_outputs, l2norm_eps=eps, scale=params.get("scale")))
     terms = terms or args[0].shape[1] * args[0].shape[3]
     check_against_oracle(op, expected, args, ALL, dtype=dtype, terms=terms)
 
@@ -92,7 +60,7 @@ def test_D10_all_axes_different(dtype):
 @pytest.mark.parametrize("chunk_size", [1, 6, 20, 50])
 def test_the_chunk_size_changes_only_rounding(chunk_size):
     args = arguments((1, 20, 1, 2, 4, 3))
-    assert_close_to_oracle(gated_delta_rule(*args, chunk_size=chunk_size), oracle(naive, *args), dtype=jnp.float32, terms=80)
+    assert_close_to_oracle(gated_delta_rule(*args, chunk_size=chunk_size), oracle(naive_outputs, *args), dtype=jnp.float32, terms=80)
 
 
 def test_D2_identity_keys_store_the_values():
@@ -135,23 +103,24 @@ def test_D3_one_large_gate_forgets(gate):
 
 def test_D3_gates_of_every_size():
     shape = (1, 67, 1, 2, 6, 5)
-    run, run_naive = (jax.jit(functools.partial(value_and_gradients, op, argnums=ALL)) for op in (gated_delta_rule, naive))
+    run, run_naive = (jax.jit(functools.partial(value_and_gradients, op, argnums=ALL)) for op in (gated_delta_rule, naive_outputs))
     random = -np.random.default_rng(0).uniform(1, 6, (1, 67, 2))
     for gates in (0.0, -1e-4, random, -1e4, -np.inf):
         args = arguments(shape, gates=gates)
         assert_close_to_oracle(run(args), oracle(run_naive, args), dtype=jnp.float32, terms=67 * 6)
 
 
-def test_D6_gates_of_zero_are_the_ungated_rule():
+def test_D6_no_gate_is_the_ungated_rule():
     q, k, v, g, beta = arguments((1, 130, 1, 2, 6, 5), gates=0.0)
-    check_against_oracle(
-        lambda q, k, v, beta: gated_delta_rule(q, k, v, g, beta),
-        jax.jit(lambda q, k, v, beta: naive(q, k, v, None, beta)),
-        [q, k, v, beta],
-        (0, 1, 2, 3),
-        dtype=jnp.float32,
-        terms=130 * 6,
-    )
+
+    def ungated(q, k, v, beta):
+        return gated_delta_rule(q, k, v, None, beta)
+
+    args, argnums = [q, k, v, beta], (0, 1, 2, 3)
+    naive_ungated = jax.jit(lambda q, k, v, beta: naive_outputs(q, k, v, None, beta))
+    check_against_oracle(ungated, naive_ungated, args, argnums, dtype=jnp.float32, terms=130 * 6)
+    zeros = functools.partial(value_and_gradients, lambda q, k, v, beta, g: gated_delta_rule(q, k, v, g, beta), argnums=argnums)
+    chex.assert_trees_all_equal(jax.jit(value_and_gradients, static_argnums=(0, 2))(ungated, args, argnums), jax.jit(zeros)([*args, g]))
 
 
 def test_D8_l2norm_of_the_zero_vector():
@@ -164,7 +133,7 @@ def test_D8_l2norm_of_the_zero_vector():
 def test_D9_the_error_does_not_grow_with_time():
     args = arguments((1, 4096, 1, 1, 16, 8), jnp.bfloat16, gates=-1e-4)
     args[4] = jnp.full_like(args[4], 0.5)
-    got, expected = np.asarray(jax.jit(gated_delta_rule)(*args), np.float64), oracle(naive, *args)
+    got, expected = np.asarray(jax.jit(gated_delta_rule)(*args), np.float64), oracle(naive_outputs, *args)
     assert_close_to_oracle(got, expected, dtype=jnp.bfloat16, terms=16)
     early, late = (np.sqrt(np.mean((got - expected)[:, s] ** 2)) for s in (slice(0, 512), slice(-512, None)))
     assert late < 1.5 * early

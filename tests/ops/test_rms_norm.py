@@ -24,6 +24,7 @@ from tests.ops.common import (
     raises,
     value_and_gradients,
 )
+from tests.programs import check_step
 
 SHAPES = ((1, 3), (7, 33), (2, 3, 129), (2, 5, 3, 64), (97,))
 
@@ -121,6 +122,34 @@ def test_a_frozen_weight_costs_no_launch():
     assert gradient_launches(rms_norm, [x, weight], (0,)) == ["rms_norm_dx"]
     assert gradient_launches(rms_norm, [x, weight], (1,)) == ["rms_norm_dweight"]
     assert gradient_launches(with_residual, [x, weight, residual], (0, 2)) == ["add_rms_norm", "add_rms_norm_dx"]
+
+
+def test_an_unused_result_costs_no_launch():
+    """A gradient that is known to be zero is no array of zeros: with either result dropped the launches are those of the other alone."""
+    args = arguments((3, 10), jnp.float32)
+
+    def only_y(*arrays):
+        return with_residual(*arrays)[0]
+
+    def only_s(*arrays):
+        return with_residual(*arrays)[1]
+
+    assert gradient_launches(only_y, args, (0, 1, 2)) == ["add_rms_norm", "rms_norm_dx", "rms_norm_dweight"]
+    assert gradient_launches(only_s, args, (0, 1, 2)) == []
+    check_against_oracle(only_y, lambda *a: naive(*a)[0], args, (0, 1, 2), dtype=jnp.float32, terms=30, stages=2)
+    check_against_oracle(only_s, lambda *a: naive(*a)[1], args, (0, 1, 2), dtype=jnp.float32, terms=30, stages=2)
+
+
+def test_in_a_planned_step():
+    def step(x, weight, residual):
+        def loss(x, weight, residual):
+            y, s = with_residual(x, weight, residual)
+            y, s = with_residual(y, weight, s, offset=1.0)
+            return jnp.sum(rms_norm(y, weight) ** 3)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, weight, residual)
+
+    check_step(step, *arguments((2, 7, 130), jnp.float32), exact=False)
 
 
 def test_vmap_is_a_loop():

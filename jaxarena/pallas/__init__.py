@@ -1,0 +1,22 @@
+"""Pallas (Mosaic GPU) kernels for Hopper GPUs, one file a launch family, and what they share.
+
+**Kernels.** Every family has a function that runs one launch, and ``supports``, which says why it would not::
+
+    quantize.quantize_rows(arena, x, out, m=, k=)                           rows to int8 words and scales
+    project_int8.project_int8(arena, x, weight, weight_scales, out, m=, n=, k=)   words times words, one word each
+    project_bf16.project_bf16(arena, rows, columns, out, m=, n=, k=)        bf16 products: forward, dx and dw
+
+- ``arena`` is the ref of the step's int8 ``[rows, 128]`` buffer, ``jax.new_ref(buffer)``: kernels read and write it in place, and the
+  buffer after all launches is ``ref[...]``. It may be None when no operand lies there.
+- An operand is an array or a :class:`~jaxarena.pallas.operands.Place` in the arena, whose numbers may be traced: a kernel compiles once
+  for its sizes and config, wherever its operands lie. ``out`` is a place, or None for a result of its own.
+- ``config`` overrides the family's table ``CONFIGS``.
+- ``supports(sizes, where operands lie)`` returns None when the kernel takes the launch, else the reason in words; a kernel called
+  regardless raises ValueError with it.
+
+**Shared.** ``operands``: places, addresses, block scales. ``tiles``: shared memory, bytes seen as numbers. ``products``: tensor-core
+products without cleared accumulators. ``frame``: the walk over output tiles, the pipeline, the way results go out.
+
+Every kernel also runs in Pallas' interpret mode (``interpret=True``), which looks for races; the twins for what that lacks are in
+``tiles`` and ``products``, so that a kernel's body is the same in both.
+"""

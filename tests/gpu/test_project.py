@@ -1,0 +1,119 @@
+"""The projection kernels on an NVIDIA GPU: values, the same bits each time, and no byte written but the result's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxarena import storage
+from jaxarena.ops.project_quantized import exact_product
+from jaxarena.ops.quantized import row_parts, tile_parts
+from jaxarena.pallas import project_bf16, project_int8, quantize
+from jaxarena.pallas.operands import Place
+from tests.pallas.arenas import TestArena, assert_writes_only, fetch, launch, matrix, relative_error, words
+
+pytestmark = pytest.mark.gpu
+
+ROUNDING = 2.0**-8  # of bf16
+
+# (m, n, k): tails in every axis, fewer rows than a tile, several tiles for every multiprocessor.
+SHAPES = [(8, 64, 128), (40, 200, 272), (264, 392, 656), (1032, 2064, 1040), (3080, 4104, 144)]
+
+
+def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", [None, *project_int8.CONFIGS])
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_int8_product(shape: tuple[int, int, int], config: str | None, in_arena: bool) -> None:
+    m, n, k = shape
+    x, (weight, scales) = row_parts(normal(0, (m, k)), "int8"), tile_parts(normal(1, (k, n)), "int8")
+    arena = TestArena(2)
+    place = words(arena, x) if in_arena else None
+    row, span = arena.room((m, n), jnp.bfloat16)
+
+    def kernel(ref: Any, x: Any, weight: Any, scales: Any) -> Any:
+        out = Place(row, m) if in_arena else None
+        chosen = project_int8.CONFIGS[config][0] if config else None
+        return project_int8.project_int8(
+            ref if in_arena else None, place or x, weight, scales, out, m=m, n=n, k=k, config=chosen
+        )
+
+    before = arena.array()
+    after, result = launch(kernel, before, x, weight, scales)
+    got = fetch(after, row, (m, n), jnp.bfloat16) if in_arena else result
+    assert relative_error(got, exact_product(x, (weight, scales))) < ROUNDING
+    assert_writes_only(before, after, [span] if in_arena else [])
+
+
+def test_repeats_bit_for_bit() -> None:
+    m, n, k = 1032, 2064, 1040
+    x, (weight, scales) = row_parts(normal(0, (m, k)), "int8"), tile_parts(normal(1, (k, n)), "int8")
+    run = jax.jit(lambda x, weight, scales: project_int8.project_int8(None, x, weight, scales, m=m, n=n, k=k))
+    results = [np.asarray(run(x, weight, scales), np.float32) for _ in range(5)]
+    for again in results[1:]:
+        np.testing.assert_array_equal(again, results[0])
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 128), (264, 392, 656), (1088, 2056, 1024)], ids=str)
+@pytest.mark.parametrize("form", ["forward", "dx", "dw"])
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_bf16_products(shape: tuple[int, int, int], form: str, in_arena: bool) -> None:
+    m, n, k = shape
+    rows_transposed, columns_transposed = form == "dw", form == "dx"
+    if in_arena and rows_transposed and (m % 64 or k % 64):
+        pytest.skip("sums over rows of the arena come in 64s")
+    rows, columns = normal(0, (m, k)), normal(1, (k, n))
+    exact = np.asarray(rows, np.float64) @ np.asarray(columns, np.float64)
+    rows, columns = rows.T if rows_transposed else rows, columns.T if columns_transposed else columns
+    arena = TestArena(2)
+    place = matrix(arena, rows) if in_arena else None
+    row, span = arena.room((m, n), jnp.bfloat16)
+
+    def kernel(ref: Any, rows: Any, columns: Any) -> Any:
+        return project_bf16.project_bf16(
+            ref if in_arena else None,
+            place or rows,
+            columns,
+            Place(row, m) if in_arena else None,
+            m=m,
+            n=n,
+            k=k,
+            rows_transposed=rows_transposed,
+            columns_transposed=columns_transposed,
+        )
+
+    before = arena.array()
+    after, result = launch(kernel, before, rows, columns)
+    got = fetch(after, row, (m, n), jnp.bfloat16) if in_arena else result
+    assert relative_error(got, jnp.asarray(exact)) < ROUNDING
+    assert_writes_only(before, after, [span] if in_arena else [])
+
+
+@pytest.mark.parametrize(("m", "k"), [(8, 128), (200, 336), (1032, 4096)])
+@pytest.mark.parametrize("x_in_arena", [True, False])
+def test_quantized_rows(m: int, k: int, x_in_arena: bool) -> None:
+    x = np.asarray(normal(3, (m, k)), np.float32)
+    x[3, :128], x[5, 7], x[6, 100], x[7, 64:128] = 0, np.nan, np.inf, 1e-39
+    x = jnp.asarray(x, jnp.bfloat16)
+    arena = TestArena(4)
+    place = matrix(arena, x) if x_in_arena else None
+    panels = -(-k // 128)
+    row, span = arena.room((m, k), jnp.int8)
+    scale_row, scale_span = arena.room((panels, m), jnp.float32, 0)
+    out = Place(row, m, scale_row, 0, m)
+    before = arena.array()
+    after, _ = launch(lambda ref, x: quantize.quantize_rows(ref, place or x, out, m=m, k=k), before, x)
+    got = np.asarray(fetch(after, row, (m, k), jnp.int8), int)
+    scales = np.asarray(fetch(after, scale_row, (panels, m), jnp.float32, 0))
+    expected, _, expected_scales = storage.quantize(x)
+    np.testing.assert_allclose(scales, np.asarray(expected_scales).T, rtol=2e-7)
+    difference = np.abs(got - np.asarray(expected, int))
+    assert difference.max() <= 1 and (difference > 0).mean() < 2e-3
+    assert_writes_only(before, after, [span, scale_span])

@@ -1,0 +1,107 @@
+"""What the tests of every kernel share: an arena of random bytes with operands in it, and what a launch may write there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxarena import storage
+from jaxarena.pallas.operands import Place
+from jaxarena.panels import Layout
+
+Span = tuple[int, int]
+
+
+class TestArena:
+    """An ``int8[rows, 128]`` arena. Operands are added one after another, with random bytes between and after them."""
+
+    __test__ = False
+
+    def __init__(self, seed: int):
+        self._random = np.random.default_rng(seed)
+        self._blocks = [self._noise(24)]
+
+    def _noise(self, rows: int) -> np.ndarray:
+        return self._random.integers(-128, 128, (rows, 128), np.int8)
+
+    def _append(self, rows: np.ndarray) -> int:
+        first = sum(len(b) for b in self._blocks)
+        self._blocks += [rows, self._noise(8)]
+        return first
+
+    def add(self, x: jax.Array, row_ndim: int = 1) -> int:
+        """Puts an array there and returns its first arena row."""
+        layout = Layout(x.shape, storage.STORAGE_OF_DTYPE[x.dtype], row_ndim)
+        return self._append(np.asarray(storage.encode(x, layout)))
+
+    def room(self, shape: tuple[int, ...], dtype: Any, row_ndim: int = 1) -> tuple[int, Span]:
+        """Leaves random bytes where a result will go: its first arena row, and the rows that may be written."""
+        rows = Layout(shape, storage.STORAGE_OF_DTYPE[jnp.dtype(dtype)], row_ndim).bytes // 128
+        first = self._append(self._noise(rows))
+        return first, (first, first + rows)
+
+    def array(self) -> jax.Array:
+        return jnp.asarray(np.concatenate(self._blocks))
+
+
+def matrix(arena: TestArena, x: jax.Array) -> Place:
+    """The place of a matrix that is added to the arena."""
+    return Place(arena.add(x), x.shape[0])
+
+
+def words(arena: TestArena, parts: tuple[jax.Array, jax.Array]) -> Place:
+    """The place of int8 words ``[m, k]`` and scales ``[panels, m]`` that are added to the arena."""
+    x, scales = parts
+    return Place(arena.add(x), x.shape[0], arena.add(scales, 0), 0, x.shape[0])
+
+
+def fetch(arena: jax.Array, row: int, shape: tuple[int, ...], dtype: Any, row_ndim: int = 1) -> jax.Array:
+    """The array that lies at an arena row."""
+    layout = Layout(shape, storage.STORAGE_OF_DTYPE[jnp.dtype(dtype)], row_ndim)
+    return storage.decode(arena[row : row + layout.bytes // 128], layout)
+
+
+def launch(kernel: Callable[..., Any], arena: jax.Array, *arrays: Any) -> tuple[jax.Array, Any]:
+    """Runs ``kernel(arena's ref, *arrays)`` under jit: the arena after it, and what it returned."""
+
+    def run(arena: jax.Array, *arrays: Any) -> tuple[jax.Array, Any]:
+        ref = jax.new_ref(arena)
+        result = kernel(ref, *arrays)
+        return ref[...], result
+
+    return jax.jit(run)(arena, *arrays)
+
+
+def lower(kernel: Callable[..., Any], arena: jax.Array, *arrays: Any) -> None:
+    """Lowers the kernel for CUDA, which needs no GPU."""
+
+    def run(arena: jax.Array, *arrays: Any) -> tuple[jax.Array, Any]:
+        ref = jax.new_ref(arena)
+        result = kernel(ref, *arrays)
+        return ref[...], result
+
+    lowered = jax.jit(run, donate_argnums=0).trace(arena, *arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def assert_writes_only(before: jax.Array, after: jax.Array, spans: Sequence[Span]) -> None:
+    """No byte differs outside these runs of arena rows."""
+    changed = np.flatnonzero((np.asarray(before) != np.asarray(after)).any(axis=1))
+    for start, stop in spans:
+        changed = changed[(changed < start) | (changed >= stop)]
+    assert not len(changed), f"arena rows {changed[:8].tolist()} changed, outside {list(spans)}"
+
+
+def assert_no_race(capsys: pytest.CaptureFixture[str]) -> None:
+    """Interpret mode, which prints the races it finds, found none."""
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def relative_error(actual: jax.Array, expected: jax.Array) -> float:
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
