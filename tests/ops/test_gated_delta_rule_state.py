@@ -135,7 +135,8 @@ def test_D8_the_state_only_decays_at_a_zero_key():
     args[1] = args[1].at[:, 5:].set(0.0)
     _, before = gated_delta_rule(*(a[:, :5] for a in args), qk_l2norm=True, return_state=True)
     _, after = gated_delta_rule(*args, qk_l2norm=True, return_state=True)
-    chex.assert_trees_all_close(after, before * jnp.exp(jnp.sum(args[3][:, 5:])), rtol=1e-5)
+    # The relative error of an exponential is the absolute error of its exponent: 35 roundings of sums down to -30.
+    chex.assert_trees_all_close(after, before * jnp.exp(jnp.sum(args[3][:, 5:])), rtol=6e-5)
 
 
 LENGTHS = ((5, 1, 64, 20), (90,), (40, 50))
