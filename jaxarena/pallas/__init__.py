@@ -10,7 +10,7 @@
   buffer after all launches is ``ref[...]``. It may be None when no operand lies there.
 - An operand is an array or a :class:`~jaxarena.pallas.operands.Place` in the arena, whose numbers may be traced: a kernel compiles once
   for its sizes and config, wherever its operands lie. ``out`` is a place, or None for a result of its own.
-- ``config`` overrides the family's table ``CONFIGS``.
+- ``config`` overrides ``config_for``, which chooses from the family's table ``CONFIGS`` (and ``DECODE``, for up to 64 rows).
 - ``supports(sizes, where operands lie)`` returns None when the kernel takes the launch, else the reason in words; a kernel called
   regardless raises ValueError with it.
 

@@ -75,9 +75,9 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         supported: dict[str, Sequence[int]] = {
+            "warpgroups": tuple(_REGISTERS),
             "tile_m": (64 * self.warpgroups, 128 * self.warpgroups),
             "tile_n": (64, 128, 256),
-            "warpgroups": tuple(_REGISTERS),
             "cluster_m": (1, 2),
             "cluster_n": (1, 2),
             "piece": (32, 64),
@@ -90,7 +90,7 @@ class TileConfig:
                 raise ValueError(f"TileConfig: {name} must be at least 1, got {getattr(self, name)}")
         if self.tile_n // self.piece % self.buffers:
             raise ValueError(
-                f"TileConfig: buffers must divide the {self.tile_n // self.piece} pieces of a row of tile_n, got {self.buffers}"
+                f"TileConfig: buffers must be a divisor of the {self.tile_n // self.piece} pieces of a row of tile_n, got {self.buffers}"
             )
         if not 1 <= self.together <= self.stages:
             raise ValueError(f"TileConfig: together must be 1 to stages = {self.stages}, got {self.together}")

@@ -77,7 +77,7 @@ def settle(accumulator: jax.Array, *, pending: int, interpret: bool) -> jax.Arra
 def _issue(a: Any, b: Any, n: int) -> Any:
     """The instructions for one tile pair, in one piece of PTX whose outputs are the accumulator's registers."""
     i32 = ir.IntegerType.get_signless(32)
-    form = {"swizzle": 128, "large_tile": (64, 128), "group_size": (64, 128)}
+    form: dict[str, Any] = {"swizzle": 128, "large_tile": (64, 128), "group_size": (64, 128)}
     (a_start, a_strides), _, _ = mgpu.mma_utils.create_descriptor(a, logical_k_major=False, **form)
     form |= {"large_tile": (128, 128), "group_size": (128, n)}
     transposed = mgpu.memref_transpose(b, (1, 0, 3, 2))

@@ -47,16 +47,24 @@ def config_for(m: int, n: int, multiprocessors: int = 132) -> TileConfig:
     return DECODE if m <= 64 else fastest(CONFIGS, m, n, multiprocessors)
 
 
-def supports(m: int, n: int, k: int, *, rows_in_arena: bool, rows_transposed: bool, out_in_arena: bool) -> str | None:
+def supports(
+    m: int, n: int, k: int, *, rows_in_arena: bool, out_in_arena: bool, rows_transposed: bool = False, columns_transposed: bool = False
+) -> str | None:
     """None if the kernel takes this product, else why not."""
     if not (m and n and k):
         return "the product is empty"
-    if rows_in_arena and rows_transposed and (k % _K or m % _K):
+    if rows_transposed and rows_in_arena and (k % _K or m % _K):
         return f"a sum over the rows of an array in the arena needs multiples of {_K} rows and columns, got {k} and {m}"
-    if (out_in_arena or (rows_in_arena and not rows_transposed)) and m % 8:
-        return f"rows of an array in the arena come in multiples of 8, got {m}"
-    if n % 8 or k % 8 or m % 8:
-        return f"rows of a bf16 array that is not in the arena must be a multiple of 16 bytes, got m, n, k = {m}, {n}, {k}"
+    wide = {"columns": k if columns_transposed else n}
+    if not rows_in_arena:
+        wide["rows"] = m if rows_transposed else k
+    if not out_in_arena:
+        wide["the result"] = n
+    for name, size in wide.items():
+        if size % 64:
+            return f"rows of a bf16 array that is not in the arena must be a multiple of 128 bytes, got {size} columns of {name}"
+    if m % 8 or n % 8 or k % 8:
+        return f"arrays must have multiples of 8 rows and columns, got m, n, k = {m}, {n}, {k}"
     return None
 
 
@@ -168,7 +176,15 @@ def project_bf16(
       ValueError: when :func:`supports` has a reason against it.
     """
     form = _Form(isinstance(rows, Place), isinstance(out, Place), rows_transposed, columns_transposed)
-    reason = supports(m, n, k, rows_in_arena=form.rows_in_arena, rows_transposed=rows_transposed, out_in_arena=form.out_in_arena)
+    reason = supports(
+        m,
+        n,
+        k,
+        rows_in_arena=form.rows_in_arena,
+        out_in_arena=form.out_in_arena,
+        rows_transposed=rows_transposed,
+        columns_transposed=columns_transposed,
+    )
     if reason:
         raise ValueError(f"project_bf16: {reason}")
     offsets = pack([a if isinstance(a, Place) else None for a in (rows, out)])

@@ -52,14 +52,14 @@ def supports(m: int, n: int, k: int, *, rows_in_arena: bool, weight_in_arena: bo
     """None if the kernel takes this product, else why not."""
     if not (m and n and k):
         return "the product is empty"
-    if (rows_in_arena or out_in_arena) and m % 8:
-        return f"rows of an array in the arena come in multiples of 8, got {m}"
-    if not (rows_in_arena and weight_in_arena) and k % 16:
-        return f"rows of int8 words that are not in the arena must be a multiple of 16 bytes, got k = {k}"
-    if not rows_in_arena and m % 4:
-        return f"scales that are not in the arena must have rows of a multiple of 16 bytes, got m = {m}"
-    if not out_in_arena and n % 8:
-        return f"a bf16 result that is not in the arena must have rows of a multiple of 16 bytes, got n = {n}"
+    if weight_in_arena and n % 128:
+        return f"a weight in the arena must have a multiple of 128 rows, got n = {n}"
+    if not (rows_in_arena and weight_in_arena) and k % 128:
+        return f"rows of int8 words that are not in the arena must be a multiple of 128 bytes, got k = {k}"
+    if n % 8 or m % 8:
+        return f"arrays must have multiples of 8 rows, got m, n = {m}, {n}"
+    if not out_in_arena and n % 64:
+        return f"rows of a bf16 result that is not in the arena must be a multiple of 128 bytes, got n = {n}"
     return None
 
 

@@ -58,14 +58,12 @@ def supports(m: int, k: int, *, x_in_arena: bool, out_in_arena: bool) -> str | N
     """None if the kernel takes this array, else why not."""
     if not (m and k):
         return "the array is empty"
-    if out_in_arena and m % 8:
-        return f"rows of an array in the arena come in multiples of 8, got {m}"
-    if k % _BLOCK and x_in_arena and k % 128 <= 64:
+    if x_in_arena and 0 < k % _BLOCK <= _HALF:
         return f"the last panel of bf16 values must reach into the last block of 128, got k = {k}"
-    if k % 8 and not x_in_arena:
-        return f"rows of a bf16 array that is not in the arena must be a multiple of 16 bytes, got k = {k}"
-    if not out_in_arena and (k % 16 or m % 4):
-        return f"words and scales that are not in the arena must have rows of a multiple of 16 bytes, got m, k = {m}, {k}"
+    if not (x_in_arena and out_in_arena) and k % 64:
+        return f"rows of arrays that are not in the arena must be a multiple of 64 values, got k = {k}"
+    if m % 8:
+        return f"arrays must have multiples of 8 rows, got {m}"
     return None
 
 
@@ -250,7 +248,10 @@ def _launch(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(*([offsets] if x is None else [offsets, x]))
-    return None if out_in_arena else tuple(made)
+    if out_in_arena:
+        return None
+    words, scales = made
+    return words, scales
 
 
 def _quantize(halves: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:

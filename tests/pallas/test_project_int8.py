@@ -22,8 +22,8 @@ INTERPRETED = {
     "two warpgroups": TileConfig(128, 128, 2, 2),
     "wide, in turn": TileConfig(128, 256, 2, 2, in_turn=True),
     "tall": TileConfig(256, 128, 2, 2, piece=32),
-    "three warpgroups": TileConfig(192, 128, 3, 2, piece=32, in_turn=True, buffers=2),
-    "cluster": TileConfig(64, 128, 1, 2, cluster_n=2),
+    "three warpgroups": TileConfig(192, 128, 3, 2, piece=32, in_turn=True),
+    "cluster": TileConfig(128, 128, 2, 2, cluster_n=2),
     "decode": TileConfig(64, 64, 1, 3, piece=32, together=2),
 }
 
@@ -42,13 +42,13 @@ def operands(m: int, n: int, k: int) -> tuple[tuple[jax.Array, jax.Array], tuple
 @pytest.mark.parametrize("name", INTERPRETED)
 @pytest.mark.parametrize("in_arena", [True, False])
 def test_interpreted(name: str, in_arena: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    m, n, k = (264, 200, 272) if in_arena else (204, 136, 336)
+    m, n, k = (264, 256, 272) if in_arena else (216, 192, 384)
     x, (weight, weight_scales) = operands(m, n, k)
     arena = TestArena(0)
     place = words(arena, x) if in_arena else None
-    weight_place = matrix(arena, jnp.pad(weight, ((0, -n % 8), (0, 0)))) if in_arena else None
+    weight_place = matrix(arena, weight) if in_arena else None
     row, span = arena.room((m, n), jnp.bfloat16)
-    out = Place(row, -(-m // 8) * 8) if in_arena else None
+    out = Place(row, m) if in_arena else None
 
     def kernel(ref: object, x: tuple[jax.Array, jax.Array], weight: jax.Array, scales: jax.Array) -> jax.Array | None:
         return project_int8.project_int8(
@@ -61,7 +61,7 @@ def test_interpreted(name: str, in_arena: bool, capsys: pytest.CaptureFixture[st
             n=n,
             k=k,
             config=INTERPRETED[name],
-            multiprocessors=2,
+            multiprocessors=2 if INTERPRETED[name].warpgroups < 3 else 1,  # a machine of two cores runs no more than six at once
             interpret=True,
         )
 
@@ -89,7 +89,7 @@ def test_a_bad_row_stays_in_its_row() -> None:
 @pytest.mark.parametrize("config", [*project_int8.CONFIGS, "decode"])
 @pytest.mark.parametrize("in_arena", [True, False])
 def test_lowers_for_cuda(config: str, in_arena: bool) -> None:
-    m, n, k = 392, 520, 656
+    m, n, k = 392, 576, 640
     x, (weight, weight_scales) = operands(m, n, k)
     arena = TestArena(1)
     place = words(arena, x) if in_arena else None
@@ -106,10 +106,10 @@ def test_lowers_for_cuda(config: str, in_arena: bool) -> None:
     ("m", "n", "k", "in_arena", "text"),
     [
         (0, 8, 16, False, "empty"),
-        (12, 8, 16, True, "multiples of 8, got 12"),
-        (8, 8, 24, False, "k = 24"),
-        (8, 12, 16, False, "n = 12"),
-        (6, 8, 16, False, "m = 6"),
+        (12, 8, 128, True, "m, n = 12, 8"),
+        (8, 8, 144, False, "k = 144"),
+        (8, 12, 128, True, "m, n = 8, 12"),
+        (8, 72, 128, False, "n = 72"),
     ],
 )
 def test_says_what_it_does_not_take(m: int, n: int, k: int, in_arena: bool, text: str) -> None:
