@@ -25,6 +25,7 @@ from jax.extend.core import primitives as jp
 from jaxarena import panels
 from jaxarena.graph import Atom, Block, Copy, Equation, Loop, Node, Value, values
 from jaxarena.panels import Layout
+from jaxarena.residence import is_part, is_reshape
 from jaxarena.storage import STORAGE_OF_DTYPE
 from jaxarena.trace import Graph
 
@@ -134,14 +135,15 @@ class _Keeper:
     def _rows(self, value: Value, makers: dict[Value, Node], carried: dict[Value, Atom]) -> _Rows | None:
         """What is known of a value when a launch made it: directly, or behind reshapes, slices and the turn of a loop."""
         names = [self.graph.names[value]] if value in self.graph.names else []
-        root, at, sliced = value, value, False
+        root, at, sliced, turned = value, value, False, False
         while True:
-            maker = makers.get(at)
             if at in carried:
                 following = carried[at]
-                maker = makers.get(following) if isinstance(following, Value) else None
-                at = following if isinstance(following, Value) else at
+                if turned or not isinstance(following, Value):
+                    return None  # handed on from turn to turn: no launch makes it
+                at, turned = following, True
                 sliced = True  # the root is the carry itself
+            maker = makers.get(at)
             if not isinstance(maker, Equation):
                 return None
             if maker.launch is not None:
@@ -149,9 +151,9 @@ class _Keeper:
             if maker.primitive is lax.optimization_barrier_p:
                 source = maker.inputs[maker.outputs.index(at)]
                 sliced = True
-            elif _keeps_values(maker):
+            elif is_part(maker):
                 source = maker.inputs[0]
-                sliced = sliced or not _is_reshape(maker)
+                sliced = sliced or not is_reshape(maker)
             else:
                 return None
             if not isinstance(source, Value):
@@ -198,15 +200,6 @@ class _Keeper:
         params = {"new_sizes": shape, "dimensions": None, "sharding": None}
         nodes.append(Equation(jp.reshape_p, params, None, [copy], [view], ""))
         return view
-
-
-def _is_reshape(node: Equation) -> bool:
-    return node.primitive in (jp.reshape_p, jp.squeeze_p)
-
-
-def _keeps_values(node: Equation) -> bool:
-    """Whether an equation's results are parts of its operand, or all of it, in another shape."""
-    return _is_reshape(node) or node.primitive in (jp.slice_p, lax.split_p, jp.copy_p)
 
 
 def _substitute(node: Node, copies: Mapping[Value, Value]) -> None:

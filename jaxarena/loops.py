@@ -22,7 +22,7 @@ from jaxarena.arena import ALIGN
 from jaxarena.graph import Atom, Block, Equation, Loop, Node, Value, values
 from jaxarena.lifetime import Slot
 from jaxarena.panels import Layout, View, full_view
-from jaxarena.residence import HERE, Home, Residence, Residences, is_reshape, layout_of
+from jaxarena.residence import HERE, Home, Residence, Residences, is_part, is_reshape, layout_of
 
 __all__ = ["decide"]
 
@@ -147,7 +147,7 @@ class _LoopSlots:
         for index, node in enumerate(loop.body.nodes):
             if any(v in seen for v in values(node.inputs)):
                 reads = index
-                if isinstance(node, Equation) and (is_reshape(node) or node.primitive in (jp.slice_p, lax.split_p)):
+                if isinstance(node, Equation) and is_part(node):
                     seen.update(node.outputs)
                 elif isinstance(node, Equation) and node.primitive is lax.optimization_barrier_p:
                     seen.update(v for a, v in zip(node.inputs, node.outputs, strict=True) if isinstance(a, Value) and a in seen)

@@ -29,7 +29,7 @@ from jaxarena.lifetime import Slot
 from jaxarena.panels import Layout, View
 from jaxarena.storage import STORAGE_OF_DTYPE
 
-__all__ = ["HERE", "Home", "Residence", "Residences", "is_reshape", "layout_of"]
+__all__ = ["HERE", "Home", "Residence", "Residences", "is_part", "is_reshape", "layout_of"]
 
 HERE = Slot()
 
@@ -180,6 +180,11 @@ def is_reshape(node: Equation) -> bool:
         source: Any = node.inputs[0].aval
         return source.size == node.outputs[0].aval.size and list(dims) == sorted(dims)
     return node.primitive in (jp.reshape_p, jp.squeeze_p, jp.copy_p)
+
+
+def is_part(node: Equation) -> bool:
+    """Whether an equation's results are parts of its one operand, or all of it, in another shape."""
+    return is_reshape(node) or node.primitive in (jp.slice_p, lax.split_p)
 
 
 def _slice(layout: Layout, view: View, starts: tuple[int, ...], stops: tuple[int, ...]) -> panels.Part | None:

@@ -145,6 +145,20 @@ def test_where_a_storage_saves_nothing_arrays_stay_as_they_are():
     assert ja.jit(looped(None), storage="int8x2").plan(w, x).kept_bytes == {}
 
 
+def test_a_carry_that_only_changes_its_shape_is_no_launchs():
+    """It is kept for the gradient of ``w`` and goes from turn to turn by reshapes: its maker is looked for once round the loop."""
+    w, x = normal(14, 3, 16, 128), normal(15, 16, 128)
+
+    def step(w, x):
+        def body(h, w):
+            return h.reshape(8, 256).reshape(16, 128), product(h, w, None)
+
+        return jax.value_and_grad(lambda w: jnp.sum(jax.lax.scan(body, x, w)[1] ** 2))(w)
+
+    with pytest.raises(ValueError, match="matches no array that the backward pass reads; there are none"):
+        ja.jit(step, storage="int8").plan(w, x)
+
+
 def test_a_plan_tells_the_storage_and_what_it_saves():
     w, x = normal(10, 5, 24, 256), normal(11, 24, 256)
     plan = ja.jit(looped(None), storage="int8").plan(w, x)
