@@ -32,7 +32,7 @@ __all__ = [
     "l2norm",
     "l2norm_gradient",
     "product_for",
-    "repeat_heads",
+    "scan_states",
     "within_chunks",
 ]
 
@@ -77,7 +77,7 @@ def within_chunks(
     product: Product,
 ) -> Chunks:
     decay, since_start = _decays(g[..., 0])
-    overlap = _strictly_lower(decay * repeat_heads(product("...ik,...jk->...ij", k, k), v.shape[2]))
+    overlap = _strictly_lower(decay * _repeat_heads(product("...ik,...jk->...ij", k, k), v.shape[2]))
     return Chunks(q, k, v, beta, decay, since_start, overlap, _unit_lower_inverse(beta * overlap))
 
 
@@ -87,8 +87,8 @@ def chunk_outputs(
     """What every step reads, and the state after the last chunk."""
     heads = c.v.shape[2]
     states, writes, _, state = scan_states(c, state, product)
-    scores = c.decay * repeat_heads(product("...ik,...jk->...ij", c.q, c.k), heads)
-    o = c.since_start * product("...ik,...kv->...iv", repeat_heads(c.q, heads), states)
+    scores = c.decay * _repeat_heads(product("...ik,...jk->...ij", c.q, c.k), heads)
+    o = c.since_start * product("...ik,...kv->...iv", _repeat_heads(c.q, heads), states)
     return scale * (o + product("...ij,...jv->...iv", scores, writes)), state
 
 
@@ -102,8 +102,8 @@ def chunk_gradients(
     """The gradients, given that of what the steps read (scaled) and that of the state after the last chunk; last, that of ``state``."""
     heads = c.v.shape[2]
     states, writes, errors, _ = scan_states(c, state, product)
-    q_heads, k_heads = repeat_heads(c.q, heads), repeat_heads(c.k, heads)
-    scores = c.decay * repeat_heads(product("...ik,...jk->...ij", c.q, c.k), heads)
+    q_heads, k_heads = _repeat_heads(c.q, heads), _repeat_heads(c.k, heads)
+    scores = c.decay * _repeat_heads(product("...ik,...jk->...ij", c.q, c.k), heads)
 
     dwrites = product("...ij,...iv->...jv", scores, do)
     dread = product("...ik,...iv->...kv", c.since_start * q_heads, do)
@@ -146,7 +146,7 @@ def scan_states(c: Chunks, state: Float[Array, "b hv dk dv"], product: Product) 
         left = product("...jk,...jv->...kv", k, to_end * writes)
         return since_start[..., -1:, :] * state + left, (state, writes, errors)
 
-    k = repeat_heads(c.k, c.v.shape[2])
+    k = _repeat_heads(c.k, c.v.shape[2])
     state, (states, writes, errors) = lax.scan(step, state, (k, c.v, c.beta, c.since_start, c.decay[..., -1, :, None], c.inverse))
     return states, writes, errors, state
 
@@ -232,7 +232,7 @@ def l2norm_gradient(x: Float[Array, "*rows d"], dy: Float[Array, "*rows d"], eps
     return inverse_norm * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
 
 
-def repeat_heads(a: Float[Array, "n b hk ..."], value_heads: int) -> Float[Array, "n b hv ..."]:
+def _repeat_heads(a: Float[Array, "n b hk ..."], value_heads: int) -> Float[Array, "n b hv ..."]:
     """Repeats each key head (axis 2) for the value heads that read it."""
     return jnp.repeat(a, value_heads // a.shape[2], axis=2)
 

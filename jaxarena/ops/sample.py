@@ -72,7 +72,7 @@ def sample(
         check_finite("sample", "top_p", top_p)
         if not 0 < top_p <= 1:
             raise ValueError(f"sample: top_p must be above 0 and at most 1, got {top_p}")
-    if isinstance(temperature, int | float):
+    if isinstance(temperature, int | float) or not hasattr(temperature, "dtype"):
         check_nonnegative("sample", "temperature", temperature)
         if temperature == 0:
             return argmax(logits)
@@ -129,30 +129,30 @@ def sample_forward(
         sums = lax.cummax(lax.cumsum(weights, last), last)
         before = jnp.pad(sums[..., :-1], [(0, 0)] * last + [(1, 0)])
         weights = jnp.where(before < top_p * sums[..., -1:], weights, 0)
-    drawn = _draw(weights, _uniforms(key, impl, math.prod(rows)).reshape(2, *rows))
+    drawn = _draw(weights, _uniforms(key, impl, math.prod(rows)).reshape(*rows, 2))
     token = drawn if order is None else jnp.take_along_axis(order, drawn[..., None], axis=-1)[..., 0]
     return jnp.where(warm & jnp.isfinite(top), token, greedy)
 
 
-def _uniforms(key: Array, impl: Any, rows: int) -> Float[Array, "2 rows"]:
+def _uniforms(key: Array, impl: Any, rows: int) -> Float[Array, "rows 2"]:
     """Two numbers in [0, 1) for each row."""
 
     def of_row(key: Array, row: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, row), (2,), jnp.float32)
 
     key = jax.random.wrap_key_data(key, impl=impl)
-    return jax.vmap(of_row, (None, 0), 1)(key, jnp.arange(rows, dtype=jnp.int32))
+    return jax.vmap(of_row, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
 
 
-def _draw(weights: Float[Array, "*rows n"], uniforms: Float[Array, "pair ..."]) -> Int[Array, "*rows"]:
+def _draw(weights: Float[Array, "*rows n"], uniforms: Float[Array, "*rows 2"]) -> Int[Array, "*rows"]:
     """An index with probability proportional to its weight."""
     n, last = weights.shape[-1], weights.ndim - 1
     size = math.isqrt(n - 1) + 1
     blocks = jnp.pad(weights, [(0, 0)] * last + [(0, -n % size)])
     blocks = blocks.reshape(*weights.shape[:-1], -1, size)
-    block = _invert(jnp.sum(blocks, axis=-1), uniforms[0])
+    block = _invert(jnp.sum(blocks, axis=-1), uniforms[..., 0])
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return block * size + _invert(inside, uniforms[1])
+    return block * size + _invert(inside, uniforms[..., 1])
 
 
 def _invert(weights: Float[Array, "*rows n"], u: Float[Array, "*rows"]) -> Int[Array, "*rows"]:

@@ -25,6 +25,7 @@ from tests.ops.common import (
     raises,
     value_and_gradients,
 )
+from tests.programs import check_step, twice
 
 
 def naive(tokens, table):
@@ -101,6 +102,13 @@ def test_J7_no_tokens(shape):
 
 def test_the_gradient_keeps_no_forward():
     assert gradient_launches(embed, [integers(0, (5,), 0, 7), normal(1, (7, 3))], (1,)) == ["embed_dtable"]
+
+
+def test_in_a_planned_step():
+    def step(tokens, table):
+        return jax.value_and_grad(lambda table: jnp.sum(embed(tokens, twice(table)) ** 3))(table)
+
+    check_step(step, integers(0, (3, 11), -1, 9), normal(1, (8, 131)), exact=False)
 
 
 def test_vmap_is_a_loop():

@@ -23,6 +23,7 @@ from tests.ops.common import (
     raises,
     value_and_gradients,
 )
+from tests.programs import check_step
 
 ACTIVATIONS = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}
 
@@ -83,6 +84,13 @@ def test_a_frozen_argument_costs_no_launch():
     args = [normal(0, (3, 5)), normal(1, (3, 5))]
     assert gradient_launches(gate, args, (0,)) == ["gate_dx"]
     assert gradient_launches(gate, args, (1,)) == ["gate_dgate"]
+
+
+def test_in_a_planned_step():
+    def step(x, g):
+        return jax.value_and_grad(lambda x, g: jnp.sum(gate(gate(x, g, activation="silu"), g) ** 3), argnums=(0, 1))(x, g)
+
+    check_step(step, normal(0, (2, 7, 3, 65)), normal(1, (2, 7, 3, 65)), exact=False)
 
 
 def test_vmap_is_a_loop():
