@@ -33,7 +33,19 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxarena._arena_types import ALIGN, ROW_BYTES
 from jaxarena.panels import WORDS, Layout, View, full_view, row_spans
 
-__all__ = ["DTYPE_OF_STORAGE", "STORAGE_OF_DTYPE", "arena_element", "decode", "dequantize", "encode", "load", "quantize", "write"]
+__all__ = [
+    "BLOCK",
+    "DTYPE_OF_STORAGE",
+    "STORAGE_OF_DTYPE",
+    "arena_element",
+    "decode",
+    "dequantize",
+    "encode",
+    "load",
+    "quantize",
+    "quantize_blocks",
+    "write",
+]
 
 DTYPE_OF_STORAGE: dict[str, Any] = {
     "f32": jnp.dtype(jnp.float32),
@@ -82,25 +94,15 @@ def quantize(x: jax.Array, words: int = 1) -> tuple[jax.Array, jax.Array | None,
         raise ValueError(f"quantize: words must be 1 or 2, got {words}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x must be floating point, got {x.dtype}")
+    word, low, scales = quantize_blocks(_blocked(x), words)
     columns = x.shape[-1]
-    blocks = _pad_last(x, -columns % BLOCK).reshape(*x.shape[:-1], -(-columns // BLOCK), BLOCK)
-    word, low, scales = _quantize_blocks(blocks, words)
-
-    def unblocked(q: jax.Array) -> jax.Array:
-        return q.reshape(*x.shape[:-1], -1)[..., :columns]
-
-    return unblocked(word), None if low is None else unblocked(low), scales
+    return _unblocked(word, columns), None if low is None else _unblocked(low, columns), scales
 
 
 def dequantize(words: jax.Array, low: jax.Array | None, scales: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The values that words, low words (or None) and block scales stand for, as ``dtype``; shapes as :func:`quantize` returns them."""
-    columns = words.shape[-1]
-
-    def blocked(q: jax.Array) -> jax.Array:
-        return _pad_last(q, -columns % BLOCK).reshape(*q.shape[:-1], -1, BLOCK)
-
-    x = _dequantize_blocks(blocked(words), None if low is None else blocked(low), scales)
-    return x.reshape(*words.shape[:-1], -1)[..., :columns].astype(dtype)
+    x = _dequantize_blocks(_blocked(words), None if low is None else _blocked(low), scales)
+    return _unblocked(x, words.shape[-1]).astype(dtype)
 
 
 def encode(x: jax.Array, layout: Layout) -> jax.Array:
@@ -254,7 +256,7 @@ def _encode_parts(x: jax.Array, layout: Layout, element: Any) -> list[jax.Array]
     ``float32[panels, groups, padded rows]``."""
     if not layout.quantized:
         return [_encode_raw(x, layout, element)]
-    word, low, scales = _quantize_blocks(_to_panels(x, layout, BLOCK), WORDS[layout.storage])
+    word, low, scales = quantize_blocks(_to_panels(x, layout, BLOCK), WORDS[layout.storage])
     packed = [_pack(lax.bitcast_convert_type(w, jnp.uint8), element) for w in (word, low) if w is not None]
     return [*packed, scales]
 
@@ -320,8 +322,20 @@ def _reinterpret(x: jax.Array, dtype: Any) -> jax.Array:
     return y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], -1)
 
 
-def _quantize_blocks(blocks: jax.Array, words: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Words, low words and scales of ``[..., 128]``, one scale a block."""
+def _blocked(x: jax.Array) -> jax.Array:
+    """``[..., columns]`` as ``[..., blocks, 128]``, the last block filled up with zeros."""
+    columns = x.shape[-1]
+    return _pad_last(x, -columns % BLOCK).reshape(*x.shape[:-1], -(-columns // BLOCK), BLOCK)
+
+
+def _unblocked(blocks: jax.Array, columns: int) -> jax.Array:
+    """The inverse of :func:`_blocked`."""
+    *rest, count, size = blocks.shape
+    return blocks.reshape(*rest, count * size)[..., :columns]
+
+
+def quantize_blocks(blocks: jax.Array, words: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Words, low words (None under one word) and scales of blocks ``[..., values]``, one scale a block."""
     x = blocks.astype(jnp.float32)
     levels = _LEVELS[words]
     # The largest magnitude by its bits, which order NaN above Inf above all numbers: XLA's floating-point maximum loses NaNs on the CPU.

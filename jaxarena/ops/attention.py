@@ -197,33 +197,24 @@ def prepare(
 
 def attend_arrays(q: Array, k: Array, v: Array, hints: list[Array], rules: Rules, *, return_lse: bool) -> Any:
     """The differentiable attention of checked arguments."""
-    q, k, v, *hints = vary_together(q, k, v, *hints)
-    if return_lse:
-        return _attention_lse(q, k, v, tuple(hints), rules)
-    return _attention_alone(q, k, v, tuple(hints), rules)[0]
+    o, lse = _attention(*vary_together(q, k, v, tuple(hints)), rules, return_lse)
+    return (o, lse) if return_lse else o
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention_alone(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Array, None]:
-    return attention_forward(q, k, v, *hints, rules=rules)[0], None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules, with_lse: bool) -> tuple[Array, Array | None]:
+    """o, and lse or None: a result that is not asked for has no gradient of zeros to be read."""
+    return _fwd(q, k, v, hints, rules, with_lse)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention_lse(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Array, Array]:
-    return attention_forward(q, k, v, *hints, rules=rules)
-
-
-def _fwd_alone(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Any, tuple[Any, ...]]:
+def _fwd(
+    q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules, with_lse: bool
+) -> tuple[tuple[Array, Array | None], tuple[Any, ...]]:
     o, lse = attention_forward(q, k, v, *hints, rules=rules)
-    return (o, None), (q, k, v, hints, o, lse)
+    return (o, lse if with_lse else None), (q, k, v, hints, o, lse)
 
 
-def _fwd_lse(q: Array, k: Array, v: Array, hints: tuple[Array, ...], rules: Rules) -> tuple[Any, tuple[Any, ...]]:
-    o, lse = attention_forward(q, k, v, *hints, rules=rules)
-    return (o, lse), (q, k, v, hints, o, lse)
-
-
-def _bwd(rules: Rules, saved: tuple[Any, ...], gradients: tuple[Array, Array | None]) -> tuple[Any, ...]:
+def _bwd(rules: Rules, with_lse: bool, saved: tuple[Any, ...], gradients: tuple[Array, Array | None]) -> tuple[Any, ...]:
     q, k, v, hints, o, lse = saved
     do, dlse = gradients
     terms = attention_row_terms(do, o) if dlse is None else attention_row_terms_lse(do, o, dlse)
@@ -232,8 +223,7 @@ def _bwd(rules: Rules, saved: tuple[Any, ...], gradients: tuple[Array, Array | N
     return dq, dk, dv, None
 
 
-_attention_alone.defvjp(_fwd_alone, _bwd)
-_attention_lse.defvjp(_fwd_lse, _bwd)
+_attention.defvjp(_fwd, _bwd)
 
 
 @launch("attention_forward", row_ndim=(2, 0))

@@ -21,6 +21,7 @@ __all__ = [
     "check_choice",
     "check_finite",
     "check_float",
+    "check_float32",
     "check_int",
     "check_ndim",
     "check_nonnegative",
@@ -44,6 +45,13 @@ def check_float(op: str, name: str, array: Any) -> None:
     dtype = _dtype(op, name, array)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"{op}: {name} must be bfloat16 or float32, got {dtype}: cast it with {name}.astype(jnp.float32)")
+
+
+def check_float32(op: str, name: str, array: Any) -> None:
+    """``array`` is float32: what decides how exact a state, a router or a loss is."""
+    check_float(op, name, array)
+    if array.dtype != jnp.float32:
+        raise TypeError(f"{op}: {name} must be float32, got {array.dtype}: cast it with {name}.astype(jnp.float32)")
 
 
 def check_int(op: str, name: str, array: Any) -> None:
@@ -120,11 +128,14 @@ def check_nonnegative(op: str, name: str, value: Any) -> None:
 def vary_together(*arrays: Any) -> tuple[Any, ...]:
     """Marks every array as varying over the mesh axes that any of them varies over; outside ``jax.shard_map``, nothing to do.
 
-    A ``jax.custom_vjp`` must return gradients of its arguments' own types. The gradient of a weight which is the same on every
-    device, from activations which are not, varies; once the weight is cast before the rule, JAX's transpose of that cast sums
-    the gradient over the devices. So an op calls this on its arguments just before its ``jax.custom_vjp`` function.
+    Arguments may be pytrees, and None. A ``jax.custom_vjp`` must return gradients of its arguments' own types. The gradient of a weight
+    which is the same on every device, from activations which are not, varies; once the weight is cast before the rule, JAX's transpose
+    of that cast sums the gradient over the devices. So an op calls this on its arguments just before its ``jax.custom_vjp`` function.
     """
-    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    leaves, tree = jax.tree.flatten(arrays)
+    varying = [jax.typeof(a).manual_axis_type.varying for a in leaves]
     union = frozenset[Any]().union(*varying)
     missing = [tuple(sorted(union - own, key=str)) for own in varying]
-    return tuple(jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in zip(arrays, missing, strict=True))
+    moved = [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in zip(leaves, missing, strict=True)]
+    together: tuple[Any, ...] = jax.tree.unflatten(tree, moved)
+    return together

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxarena.ops.checks import check_float, check_ndim, check_shape, vary_together
+from jaxarena.ops.checks import check_float, check_float32, check_ndim, check_shape, vary_together
 from jaxarena.ops.interface import launch
 
 __all__ = ["delta_gate"]
@@ -44,9 +44,7 @@ def delta_gate(a: Float[Array, "*rows h"], a_log: Float[Array, " h"], dt_bias: F
     check_float(_OP, "a", a)
     check_ndim(_OP, "a", a, "... heads")
     for name, parameter in (("a_log", a_log), ("dt_bias", dt_bias)):
-        check_float(_OP, name, parameter)
-        if parameter.dtype != jnp.float32:
-            raise TypeError(f"{_OP}: {name} must be float32, got {parameter.dtype}: cast it with {name}.astype(jnp.float32)")
+        check_float32(_OP, name, parameter)
         check_shape(_OP, name, parameter, a.shape[-1:], "the heads of a")
     return _delta_gate(*vary_together(a, a_log, dt_bias))
 

@@ -43,6 +43,7 @@ from jaxarena.ops.checks import (
     check_choice,
     check_finite,
     check_float,
+    check_float32,
     check_int,
     check_ndim,
     check_nonnegative,
@@ -151,10 +152,12 @@ def gated_delta_rule(
     check_shape(_OP, "v", v, (batch, time, value_heads, value_size), "batch and time of q")
     if min(key_heads, value_heads) < 1 or value_heads % key_heads:
         raise ValueError(f"{_OP}: v must have a multiple of q's heads, got {value_heads} value heads and {key_heads} key heads")
-    _check_float32("beta", beta, (batch, time, value_heads), "batch, time and heads of v")
+    check_float32(_OP, "beta", beta)
+    check_shape(_OP, "beta", beta, (batch, time, value_heads), "batch, time and heads of v")
     if g is None:
         g = jnp.zeros_like(beta)
-    _check_float32("g", g, (batch, time, value_heads), "batch, time and heads of v")
+    check_float32(_OP, "g", g)
+    check_shape(_OP, "g", g, (batch, time, value_heads), "batch, time and heads of v")
     check_positive_int(_OP, "chunk_size", chunk_size)
     check_nonnegative(_OP, "l2norm_eps", l2norm_eps)
     scale = size**-0.5 if scale is None else scale
@@ -167,20 +170,14 @@ def gated_delta_rule(
     config = Config(float(scale), float(l2norm_eps) if qk_l2norm else None, min(chunk_size, max(time, 1)))
     state_shape = (batch, value_heads, size, value_size)
     if initial_state is not None:
-        _check_float32("initial_state", initial_state, state_shape, "batch and heads of v, sizes of k and v")
+        check_float32(_OP, "initial_state", initial_state)
+        check_shape(_OP, "initial_state", initial_state, state_shape, "batch and heads of v, sizes of k and v")
     elif return_state:
         initial_state = jnp.zeros_like(beta, shape=state_shape)
     else:
         return _rule(*vary_together(q, k, v, g, beta), config)
     o, state = _rule_from(*vary_together(q, k, v, g, beta, initial_state), config)
     return (o, state) if return_state else o
-
-
-def _check_float32(name: str, array: Any, shape: tuple[int, ...], why: str) -> None:
-    check_float(_OP, name, array)
-    if array.dtype != jnp.float32:
-        raise TypeError(f"{_OP}: {name} must be float32, got {array.dtype}: cast it with {name}.astype(jnp.float32)")
-    check_shape(_OP, name, array, shape, why)
 
 
 def _starts_anew(segment_ids: Int[Array, "b t"]) -> Array:

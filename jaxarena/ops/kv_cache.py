@@ -168,10 +168,10 @@ def append(cache: KVCache, k: Float[Array, "b t g d"], v: Float[Array, "b t g dv
         check_int("append", "lengths", lengths)
         check_shape("append", "lengths", lengths, cache.lengths.shape, "the batch of the cache")
     counts = jnp.full_like(cache.lengths, k.shape[1]) if lengths is None else lengths
-    leaves, tree = jax.tree.flatten((cache.k, cache.v))
-    arrays = vary_together(cache.lengths, jnp.clip(counts, 0, k.shape[1]), k, v, *leaves)
-    kept_k, kept_v = jax.tree.unflatten(tree, _append(arrays))
-    return KVCache(kept_k, kept_v, jnp.minimum(arrays[0] + arrays[1], cache.capacity))
+    lengths, counts, k, v, kept = vary_together(cache.lengths, jnp.clip(counts, 0, k.shape[1]), k, v, (cache.k, cache.v))
+    leaves, tree = jax.tree.flatten(kept)
+    kept_k, kept_v = jax.tree.unflatten(tree, _append((lengths, counts, k, v, *leaves)))
+    return KVCache(kept_k, kept_v, jnp.minimum(lengths + counts, cache.capacity))
 
 
 def attend(

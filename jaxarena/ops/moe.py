@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxarena.ops.checks import check_float, check_ndim, check_same_dtype, check_same_shape, check_shape, vary_together
+from jaxarena.ops.checks import check_float, check_float32, check_ndim, check_same_dtype, check_same_shape, check_shape, vary_together
 from jaxarena.ops.grouped import Groups, block_rows, grouped_weight_gradient, over_blocks, sum_choices, take_rows
 from jaxarena.ops.interface import launch
 from jaxarena.ops.route import Routing, check_routing, moe_dlogits, moe_drouter, moe_route
@@ -39,8 +39,8 @@ from jaxarena.ops.shared_expert import (
     shared_expert_dgate_up,
     shared_expert_dhidden,
     shared_rows,
-    swiglu,
 )
+from jaxarena.ops.swiglu import swiglu
 
 __all__ = ["MoeResult", "SharedExpert", "moe"]
 
@@ -114,9 +114,7 @@ def moe(
     check_shape(_OP, "down", down, (experts, hidden, width), "experts of the router by f by the last axis of x")
     check_shape(_OP, "gate_up", gate_up, (experts, width, 2 * hidden), "experts of the router by the last axis of x by twice f of down")
     if bias is not None:
-        check_float(_OP, "bias", bias)
-        if bias.dtype != jnp.float32:
-            raise TypeError(f"{_OP}: bias must be float32, got {bias.dtype}: cast it with bias.astype(jnp.float32)")
+        check_float32(_OP, "bias", bias)
         check_shape(_OP, "bias", bias, (experts,), "the experts of the router")
     routing = Routing(top_k, scoring, groups, renormalize, scale)
     check_routing(routing, experts)
@@ -128,8 +126,8 @@ def moe(
         check_same_shape(_OP, "residual", residual, "x", x)
 
     rows = None if residual is None else residual.reshape(-1, width)
-    leaves, tree = jax.tree.flatten(_Operands(x.reshape(-1, width), router, gate_up, down, bias, shared, rows))
-    result = _moe(jax.tree.unflatten(tree, vary_together(*leaves)), routing)
+    (operands,) = vary_together(_Operands(x.reshape(-1, width), router, gate_up, down, bias, shared, rows))
+    result = _moe(operands, routing)
     return result._replace(y=result.y.reshape(x.shape))
 
 

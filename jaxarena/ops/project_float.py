@@ -7,22 +7,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxarena.ops.interface import launch
+from jaxarena.ops.swiglu import swiglu, swiglu_gradient
 
-__all__ = ["project_add", "project_dweight", "project_dx", "project_plain", "project_swiglu", "swiglu_dz"]
+__all__ = ["dot", "project_add", "project_dweight", "project_dx", "project_plain", "project_swiglu", "swiglu_dz"]
 
 
-def _dot(a: Array, b: Array, axes_a: tuple[int, ...], axes_b: tuple[int, ...]) -> Array:
+def dot(a: Array, b: Array, axes_a: tuple[int, ...], axes_b: tuple[int, ...]) -> Array:
+    """The product of ``a`` and ``b`` summed over these axes, in float32."""
     return jax.lax.dot_general(a, b, ((axes_a, axes_b), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _rows(x: Array, weight: Array) -> Array:
     """``x @ weight`` in float32."""
-    return _dot(x, weight, (x.ndim - 1,), (0,))
-
-
-def _halves(z: Array) -> tuple[Array, Array]:
-    n = z.shape[-1] // 2
-    return z[..., :n].astype(jnp.float32), z[..., n:].astype(jnp.float32)
+    return dot(x, weight, (x.ndim - 1,), (0,))
 
 
 @launch("project")
@@ -39,8 +36,7 @@ def project_add_forward(
 
 @launch("project_swiglu")
 def project_swiglu_forward(x: Float[Array, "*rows k"], weight: Float[Array, "k columns"]) -> Float[Array, "*rows n"]:
-    a, u = _halves(_rows(x, weight))
-    return (jax.nn.silu(a) * u).astype(x.dtype)
+    return swiglu(_rows(x, weight)).astype(x.dtype)
 
 
 @launch("project_swiglu_kept")
@@ -48,27 +44,23 @@ def project_swiglu_kept_forward(
     x: Float[Array, "*rows k"], weight: Float[Array, "k columns"]
 ) -> tuple[Float[Array, "*rows n"], Float[Array, "*rows columns"]]:
     z = _rows(x, weight)
-    a, u = _halves(z)
-    return (jax.nn.silu(a) * u).astype(x.dtype), z.astype(x.dtype)
+    return swiglu(z).astype(x.dtype), z.astype(x.dtype)
 
 
 @launch("swiglu_dz")
 def swiglu_dz(z: Float[Array, "*rows columns"], dy: Float[Array, "*rows n"]) -> Float[Array, "*rows columns"]:
-    a, u = _halves(z)
-    dy = dy.astype(jnp.float32)
-    p = jax.nn.sigmoid(a)
-    return jnp.concatenate([dy * u * p * (1 + a * (1 - p)), dy * a * p], axis=-1).astype(z.dtype)
+    return swiglu_gradient(z, dy).astype(z.dtype)
 
 
 @launch("project_dx")
 def project_dx(weight: Float[Array, "k n"], dy: Float[Array, "*rows n"]) -> Float[Array, "*rows k"]:
-    return _dot(dy, weight, (dy.ndim - 1,), (1,)).astype(dy.dtype)
+    return dot(dy, weight, (dy.ndim - 1,), (1,)).astype(dy.dtype)
 
 
 @launch("project_dweight")
 def project_dweight(x: Float[Array, "*rows k"], dy: Float[Array, "*rows n"]) -> Float[Array, "k n"]:
     rows = tuple(range(x.ndim - 1))
-    return _dot(x, dy, rows, rows).astype(x.dtype)
+    return dot(x, dy, rows, rows).astype(x.dtype)
 
 
 @jax.custom_vjp

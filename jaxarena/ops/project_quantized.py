@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Float32
 
 from jaxarena.ops.checks import vary_together
 from jaxarena.ops.interface import Launch, launch
-from jaxarena.ops.project_float import project_dweight, project_dx, swiglu_dz
+from jaxarena.ops.project_float import dot, project_dweight, project_dx, swiglu_dz
 from jaxarena.ops.quantized import (
     BLOCK,
     QUANTIZE,
@@ -48,8 +48,8 @@ from jaxarena.ops.quantized import (
     row_parts,
     row_values,
     tile_values,
-    zeros_like_varying,
 )
+from jaxarena.ops.swiglu import swiglu
 
 __all__ = ["ProductForm", "exact_product", "project_quantized"]
 
@@ -99,8 +99,7 @@ def project_quantized(
         weight_dtype=jnp.dtype(weight.dtype),
     )
     arrays, parts = zip(*(_operand(a) for a in (x, weight)), strict=True)
-    leaves, tree = jax.tree.flatten((*arrays, residual, *parts))
-    return _project(form, *jax.tree.unflatten(tree, vary_together(*leaves)))
+    return _project(form, *vary_together(*arrays, residual, *parts))
 
 
 def _operand(a: Array | Quantized) -> tuple[Array | None, Parts | None]:
@@ -116,7 +115,7 @@ def exact_product(x: Parts, weight: Parts) -> Float32[Array, "*rows n"]:
     n = weight_words[0].shape[0]
     panels = block_count(k)
     if not panels:
-        return zeros_like_varying((*rows, n), jnp.float32, x_words[0])
+        return jnp.zeros_like(x_words[0], shape=(*rows, n), dtype=jnp.float32)
 
     def by_panel(words: list[Array]) -> Array:
         # Low words below the high ones: one product gives all pairs.
@@ -150,7 +149,7 @@ def _multiply(x: Parts, weight: Parts, form: ProductForm) -> Float32[Array, "*ro
         return exact_product(x, weight)
     left = x[0] if form.x is None else row_values(x).astype(form.dtype)
     right, axis = (weight[0], 0) if form.weight is None else (tile_values(weight).astype(form.dtype), 1)
-    return lax.dot_general(left, right, (((left.ndim - 1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    return dot(left, right, (left.ndim - 1,), (axis,))
 
 
 def _forward(*operands: Array, form: ProductForm, keep: bool) -> tuple[Array, ...]:
@@ -158,8 +157,7 @@ def _forward(*operands: Array, form: ProductForm, keep: bool) -> tuple[Array, ..
     weight, residual = _take(operands, form.weight)
     z = y = _multiply(x, weight, form)
     if form.activation == "swiglu":
-        half = z.shape[-1] // 2
-        y = jax.nn.silu(z[..., :half]) * z[..., half:]
+        y = swiglu(z)
     for r in residual:
         y = y + r.astype(jnp.float32)
     result = (y.astype(form.dtype),) if form.out is None else row_parts(y, form.out)
@@ -192,7 +190,7 @@ def project_quantized_dx(*operands: Array) -> Float[Array, "*rows k"]:
     """Operands: the weight's words, low words and scales, then dy."""
     *weight, dy = operands
     right = tile_values(tuple(weight)).astype(dy.dtype)
-    return lax.dot_general(dy, right, (((dy.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(dy.dtype)
+    return dot(dy, right, (dy.ndim - 1,), (0,)).astype(dy.dtype)
 
 
 @launch("project_quantized_dweight")
@@ -201,7 +199,7 @@ def project_quantized_dweight(*operands: Array, dtype: Any) -> Float[Array, "k n
     *x, dy = operands
     rows = tuple(range(dy.ndim - 1))
     left = row_values(tuple(x)).astype(dy.dtype)
-    return lax.dot_general(left, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
+    return dot(left, dy, rows, rows).astype(dtype)
 
 
 Kept = tuple[Parts | None, Parts | None, Array | None]
@@ -231,7 +229,7 @@ def _run(
     if form.out is None:
         return results[0], z
     words = results[0]
-    return from_parts(results, zeros_like_varying(words.shape, form.dtype, words), "row", form.dtype, words.shape[-1:]), z
+    return from_parts(results, jnp.zeros_like(words, dtype=form.dtype), "row", form.dtype, words.shape[-1:]), z
 
 
 def _project_fwd(

@@ -33,7 +33,9 @@ from jaxtyping import Array, Float, Float32, Int8
 from jaxarena.ops.checks import check_choice, check_float, check_ndim, check_shape, vary_together
 from jaxarena.ops.interface import Launch, launch
 from jaxarena.panels import WORDS
-from jaxarena.storage import BLOCK, _dequantize_blocks, _quantize_blocks
+from jaxarena.storage import BLOCK, quantize_blocks
+from jaxarena.storage import dequantize as from_words
+from jaxarena.storage import quantize as to_words
 
 __all__ = ["BLOCK", "BLOCKS", "STORAGES", "Parts", "Quantized", "block_count", "check_quantized", "quantize"]
 
@@ -117,8 +119,8 @@ class Quantized:
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dequantize: dtype must be floating point, got {dtype}")
-        carrier, *parts = _vary(self.carrier, *self.parts)
-        return _dequantize(self.block, dtype, None if carrier is None else carrier.dtype, carrier, tuple(parts))
+        carrier, parts = vary_together(self.carrier, self.parts)
+        return _dequantize(self.block, dtype, None if carrier is None else carrier.dtype, carrier, parts)
 
 
 def quantize(x: Float[Array, "*shape"], storage: str = "int8", block: str = "row") -> Quantized:
@@ -195,12 +197,8 @@ def block_count(n: int) -> int:
 
 def row_parts(x: Float[Array, "*rows k"], storage: str) -> Parts:
     """Words (and low words) ``[*rows, k]`` and scales ``[panels, *rows]``."""
-    *rows, k = x.shape
-    panels = block_count(k)
-    blocks = jnp.pad(x, [(0, 0)] * len(rows) + [(0, panels * BLOCK - k)]).reshape(*rows, panels, BLOCK)
-    word, low, scales = _quantize_blocks(blocks, WORDS[storage])
-    words = (w.reshape(*rows, panels * BLOCK)[..., :k] for w in (word, low) if w is not None)
-    return *words, jnp.moveaxis(scales, -1, 0)
+    word, low, scales = to_words(x, WORDS[storage])
+    return *(w for w in (word, low) if w is not None), jnp.moveaxis(scales, -1, 0)
 
 
 def tile_parts(x: Float[Array, "k n"], storage: str) -> Parts:
@@ -209,7 +207,7 @@ def tile_parts(x: Float[Array, "k n"], storage: str) -> Parts:
     across, panels = block_count(n), block_count(k)
     padded = jnp.pad(x, [(0, panels * BLOCK - k), (0, across * BLOCK - n)])
     tiles = padded.reshape(panels, BLOCK, across, BLOCK).transpose(2, 0, 3, 1)
-    word, low, scales = _quantize_blocks(tiles.reshape(across, panels, BLOCK * BLOCK), WORDS[storage])
+    word, low, scales = quantize_blocks(tiles.reshape(across, panels, BLOCK * BLOCK), WORDS[storage])
 
     def untiled(w: Array) -> Array:
         w = w.reshape(across, panels, BLOCK, BLOCK).transpose(0, 2, 1, 3)
@@ -220,29 +218,14 @@ def tile_parts(x: Float[Array, "k n"], storage: str) -> Parts:
 
 def row_values(parts: Parts) -> Float32[Array, "*rows k"]:
     """The values of row blocks, float32."""
-    *words, scales = parts
-    *rows, k = words[0].shape
-    x = _values([_blocks(w) for w in words], jnp.moveaxis(scales, 0, -1))
-    return x.reshape(*rows, len(scales) * BLOCK)[..., :k]
+    word, *low, scales = parts
+    return from_words(word, low[0] if low else None, jnp.moveaxis(scales, 0, -1))
 
 
 def tile_values(parts: Parts) -> Float32[Array, "n k"]:
     """The values of tiles, float32, laid out as the words are."""
-    *words, scales = parts
-    n, k = words[0].shape
-    across, panels = scales.shape
-    blocks = [jnp.pad(_blocks(w), [(0, across * BLOCK - n), (0, 0), (0, 0)]).reshape(across, BLOCK, panels, BLOCK) for w in words]
-    return _values(blocks, scales[:, None, :]).reshape(across * BLOCK, panels * BLOCK)[:n, :k]
-
-
-def _blocks(words: Int8[Array, "*rows k"]) -> Int8[Array, "*rows panels block"]:
-    *rows, k = words.shape
-    panels = block_count(k)
-    return jnp.pad(words, [(0, 0)] * len(rows) + [(0, panels * BLOCK - k)]).reshape(*rows, panels, BLOCK)
-
-
-def _values(blocks: list[Array], scales: Array) -> Array:
-    return _dequantize_blocks(blocks[0], blocks[1] if len(blocks) > 1 else None, scales)
+    word, *low, scales = parts
+    return from_words(word, low[0] if low else None, jnp.repeat(scales, BLOCK, axis=0)[: word.shape[0]])
 
 
 RowParts = tuple[Int8[Array, "*rows k"], Float32[Array, "panels *rows"]]
@@ -294,20 +277,9 @@ QUANTIZE: dict[tuple[str, str], Launch] = {
 """The launch for a storage and a kind of block; it returns :data:`Parts`."""
 
 
-def zeros_like_varying(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-    """Zeros that vary over the mesh axes ``like`` varies over."""
-    return vary_together(jnp.zeros(shape, dtype), like)[0]
-
-
-def _vary(*arrays: Array | None) -> tuple[Any, ...]:
-    """:func:`vary_together` of those that are not None."""
-    leaves, tree = jax.tree.flatten(arrays)
-    return tuple(jax.tree.unflatten(tree, vary_together(*leaves)))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _quantize(storage: str, block: str, x: Array) -> tuple[Parts, Array]:
-    return QUANTIZE[storage, block](x), zeros_like_varying(x.shape, x.dtype, x)
+    return QUANTIZE[storage, block](x), jnp.zeros_like(x)
 
 
 def _quantize_fwd(storage: str, block: str, x: Array) -> tuple[tuple[Parts, Array], None]:

@@ -9,9 +9,9 @@ A routed expert's result is weighted by the router, the shared one's by a gate o
 
 Gradients of weight * r, with t = down dy: the weight's is ``dy . r = a . t``, so that r need not be kept, and
 
-    dh = weight * [t u silu'(g) | t silu(g)],  silu'(g) = p (1 + g (1 - p)),  p = sigmoid(g)
+    dh = weight * (the gradient of SwiGLU from t)
 
-with g and u the halves of h. The gate's logit z then has ``dz = (a . t) s (1 - s)``, s = sigmoid(z). Kept for the backward pass are x,
+(:mod:`jaxarena.ops.swiglu`). The gate's logit z then has ``dz = (a . t) s (1 - s)``, s = sigmoid(z). Kept for the backward pass are x,
 h in the dtype of x, and z.
 
 Shapes: x, residual (n, d); gate_up (d, 2s) with the gate's columns first, down (s, d), gate (d, 1).
@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from jaxarena.ops.checks import check_float, check_ndim, check_same_dtype, check_shape
 from jaxarena.ops.grouped import over_rows
 from jaxarena.ops.interface import launch
+from jaxarena.ops.swiglu import swiglu, swiglu_gradient
 
 __all__ = [
     "SharedExpert",
@@ -40,7 +41,6 @@ __all__ = [
     "shared_expert_dgate_up",
     "shared_expert_dhidden",
     "shared_rows",
-    "swiglu",
 ]
 
 
@@ -67,23 +67,13 @@ def check_shared_expert(shared: SharedExpert, x: Float[Array, "*rows d"]) -> Non
         check_shape("moe", "shared.gate", shared.gate, (width, 1), "the last axis of x by 1")
 
 
-def swiglu(hidden: Float[Array, "n s2"]) -> Float[Array, "n s"]:
-    """The activated rows, float32."""
-    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
 def expert_gradient(
     dy: Float[Array, "n d"], hidden: Float[Array, "n s2"], weight: Float[Array, " n"] | None, down: Float[Array, "s d"]
 ) -> tuple[Float[Array, "n s2"], Float[Array, " n"]]:
     """The gradients of ``hidden`` and of the rows' weights (of 1 if None), from that of the weighted results; float32."""
     unweighted = lax.dot_general(dy, down, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    sigmoid = jax.nn.sigmoid(gate)
-    activated = gate * sigmoid * up
     dactivated = unweighted if weight is None else weight[:, None] * unweighted
-    dgate = dactivated * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return jnp.concatenate([dgate, dactivated * gate * sigmoid], axis=-1), jnp.sum(activated * unweighted, axis=-1)
+    return swiglu_gradient(hidden, dactivated), jnp.sum(swiglu(hidden) * unweighted, axis=-1)
 
 
 def shared_rows(

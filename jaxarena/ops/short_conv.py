@@ -111,8 +111,7 @@ def short_conv(
         check_shape("short_conv", "state", state, (b, taps - 1, c), "batch, taps - 1 and channels")
     elif return_state:
         state = jnp.zeros_like(x, shape=(b, taps - 1, c))
-    arrays, tree = jax.tree.flatten((x, weight, state, segment_ids))
-    y, last = _short_conv(*jax.tree.unflatten(tree, vary_together(*arrays)), activation)
+    y, last = _short_conv(*vary_together(x, weight, state, segment_ids), activation)
     if not return_state:
         return y
     assert last is not None  # there is a state whenever one is asked for
