@@ -23,7 +23,7 @@ queries). Query head h reads key head h // (heads / key heads).
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -48,38 +48,24 @@ from jaxarena.ops.interface import launch
 __all__ = ["attention"]
 
 
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    segment_ids: Array | tuple[Array, Array] | None = None,
-    lengths: Array | None = None,
-    query_lengths: Array | None = None,
-    return_lse: Literal[False] = False,
-) -> Array: ...
+class _Options(TypedDict, total=False):
+    """The options that do not change what :func:`attention` returns, for its overloads."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    segment_ids: Array | tuple[Array, Array] | None
+    lengths: Array | None
+    query_lengths: Array | None
 
 
 @overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    segment_ids: Array | tuple[Array, Array] | None = None,
-    lengths: Array | None = None,
-    query_lengths: Array | None = None,
-    return_lse: Literal[True],
-) -> tuple[Array, Array]: ...
+def attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[_Options]) -> Array: ...
+
+
+@overload
+def attention(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[_Options]) -> tuple[Array, Array]: ...
 
 
 def attention(

@@ -33,7 +33,7 @@ time, value heads); states (batch, value heads, dk, dv). Value head j reads key 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -62,39 +62,26 @@ __all__ = ["gated_delta_rule"]
 _OP = "gated_delta_rule"
 
 
+class _Options(TypedDict, total=False):
+    """The options that do not change what :func:`gated_delta_rule` returns, for its overloads."""
+
+    scale: float | None
+    qk_l2norm: bool
+    l2norm_eps: float
+    chunk_size: int
+    initial_state: Array | None
+    segment_ids: Array | None
+
+
 @overload
 def gated_delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array | None,
-    beta: Array,
-    *,
-    scale: float | None = None,
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
-    chunk_size: int = 64,
-    initial_state: Array | None = None,
-    return_state: Literal[False] = False,
-    segment_ids: Array | None = None,
+    q: Array, k: Array, v: Array, g: Array | None, beta: Array, *, return_state: Literal[False] = False, **options: Unpack[_Options]
 ) -> Array: ...
 
 
 @overload
 def gated_delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array | None,
-    beta: Array,
-    *,
-    scale: float | None = None,
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
-    chunk_size: int = 64,
-    initial_state: Array | None = None,
-    return_state: Literal[True],
-    segment_ids: Array | None = None,
+    q: Array, k: Array, v: Array, g: Array | None, beta: Array, *, return_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Array, Array]: ...
 
 
