@@ -12,7 +12,7 @@ and what both need is copied once for both.
 may be writing; rows that belong to the tile before are computed and not stored. A matrix with fewer rows than a tile is read past its
 end all the same: what comes from there stays in rows that are not stored.
 
-**Results** leave as bf16 in pieces of 64 rows and 64 (or 32) columns; of an incomplete piece, 8 rows at a time.
+**Results** leave as bf16 or float32 in pieces of 64 rows and 64, 32 or 16 columns; of an incomplete piece, 8 rows at a time.
 
 A compute warpgroup frees a stage with an arrival that the copying warpgroup waits for before it fills the stage again; at the end it
 waits for all, for a block of a cluster must not leave while its partner still has an arrival to make there.
@@ -52,7 +52,8 @@ class TileConfig:
       cluster_n: 2 for clusters of two tiles beside each other, which share the rows' tile.
       group: tile rows of a band.
       in_turn: whether the warpgroups start their products in a fixed order, so that one computes while another adds up.
-      piece: columns of a piece of the result, 64 or 32; the fewer, the less shared memory.
+      piece: columns of a piece of the result, 16, 32 or 64; the fewer, the less shared memory. A piece's rows have 64 or 128 bytes, so bf16
+        takes 32 or 64, float32 16 or 32.
       buffers: pieces a warpgroup has on their way out, or in work.
       together: panels whose products a warpgroup starts before it adds up the first, at most ``stages``; more hide the latency of short
         products and need an accumulator each.
@@ -80,7 +81,7 @@ class TileConfig:
             "tile_n": (64, 128, 256),
             "cluster_m": (1, 2),
             "cluster_n": (1, 2),
-            "piece": (32, 64),
+            "piece": (16, 32, 64),
         }
         for name, values in supported.items():
             if getattr(self, name) not in values:
@@ -117,7 +118,10 @@ def fastest(configs: dict[str, tuple[TileConfig, float]], m: int, n: int, multip
 
 @dataclass(frozen=True)
 class Shape:
-    """A product of ``[m, k]`` rows and an ``[n, k]`` weight; ``panels`` of 128 bytes cover k."""
+    """A product of ``[m, k]`` rows and an ``[n, k]`` weight.
+
+    ``panels`` counts the stages of a tile: each has 128 bytes of every row, and together they cover k (once for every word of a value).
+    """
 
     m: int
     n: int
@@ -184,6 +188,7 @@ def launch_product(
     config: TileConfig,
     multiprocessors: int,
     interpret: bool,
+    out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array | None:
     """Runs a product.
 
@@ -199,9 +204,10 @@ def launch_product(
       config: how the product is cut up.
       multiprocessors: of the device.
       interpret: whether to interpret the kernel.
+      out_dtype: of the result, bfloat16 or float32.
 
     Returns:
-      bf16 ``[m, n]``; None when the result lies in the arena.
+      The result, ``[m, n]``; None when it lies in the arena.
     """
     c = config
     tiles_m, tiles_n = -(-shape.m // (c.tile_m * c.cluster_m)), -(-shape.n // (c.tile_n * c.cluster_n))
@@ -279,7 +285,7 @@ def launch_product(
                 results = operands.compute(stage_smem, steps, start_row(row), column)
                 for i, pieces in enumerate(results):
                     top = start_row(row) + warpgroup * c.rows + 64 * i
-                    _store(pieces, out, out_smem, warpgroup, (top, column), row, shape, c, interpret)
+                    _store(pieces, out, out_smem, out_dtype, warpgroup, (top, column), row, shape, c, interpret)
                 return used + shape.panels
 
             lax.fori_loop(0, mine, one, jnp.int32(0))
@@ -291,8 +297,10 @@ def launch_product(
 
             plgpu.wait_smem_to_gmem(0)
 
-    row_bytes = 2 * c.piece
-    out_type = tile((c.warpgroups * c.buffers, 64, c.piece), jnp.bfloat16, row_bytes)
+    row_bytes = jnp.dtype(out_dtype).itemsize * c.piece
+    if row_bytes not in (64, 128):
+        raise ValueError(f"TileConfig: a piece's rows must have 64 or 128 bytes, got piece={c.piece} of {jnp.dtype(out_dtype)}")
+    out_type = tile((c.warpgroups * c.buffers, 64, c.piece), out_dtype, row_bytes)
     if out_in_arena:
         out_type = viewed(tile((c.warpgroups * c.buffers, 64, row_bytes), jnp.int8, row_bytes), out_type, interpret=interpret)
     empty_type: Any = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
@@ -307,7 +315,7 @@ def launch_product(
     ]
     result = plgpu.kernel(
         body,
-        out_type=() if out_in_arena else jax.ShapeDtypeStruct((shape.m, shape.n), jnp.bfloat16),
+        out_type=() if out_in_arena else jax.ShapeDtypeStruct((shape.m, shape.n), out_dtype),
         grid=(clusters,),
         grid_names=("cluster",),
         cluster=(2,) if axes else (),
@@ -327,6 +335,7 @@ def _store(
     pieces: Sequence[jax.Array],
     out: Matrix,
     out_smem: Any,
+    dtype: Any,
     warpgroup: Any,
     corner: tuple[Any, Any],
     first_row: Any,
@@ -337,31 +346,35 @@ def _store(
     """Stores 64 rows of results at ``corner``, those from ``first_row`` on and within the matrix."""
     top, column = corner
     as_bytes, as_numbers = (out_smem, out_smem) if out.place is None else out_smem
-    per_row = c.piece if out.place is None else 2 * c.piece
+    size = jnp.dtype(dtype).itemsize
+    per_panel = 128 // size  # columns in a panel of the result
+    width = c.piece if out.place is None else size * c.piece
     whole_tiles = shape.m % (c.tile_m * c.cluster_m) == 0 and shape.n % (c.tile_n * c.cluster_n) == 0
     for j, values in enumerate(pieces):
-        panel = lax.div(column, jnp.int32(64)) + j
         for part in range(64 // c.piece):
+            offset = 64 * j + part * c.piece
+            panel = lax.div(column, jnp.int32(per_panel)) + offset // per_panel
+            within = offset % per_panel // c.piece  # which piece of its panel
             # Each piece's copies are one group, an empty one where nothing is stored.
             plgpu.wait_smem_to_gmem(c.buffers - 1, wait_read_only=True)
-            buffer = warpgroup * c.buffers + (j * (64 // c.piece) + part) % c.buffers
-            rounded = values.astype(jnp.bfloat16)
+            buffer = warpgroup * c.buffers + (offset // c.piece) % c.buffers
+            rounded = values.astype(dtype)
             as_numbers[buffer] = rounded if c.piece == 64 else rounded[:, part * c.piece : (part + 1) * c.piece]
             if out.place is not None:
                 write_bytes(out_smem, buffer, interpret=interpret)
             plgpu.commit_smem()
 
-            def copy(start: int, rows: int, panel: Any = panel, part: int = part, buffer: Any = buffer) -> None:
+            def copy(start: int, rows: int, panel: Any = panel, within: int = within, buffer: Any = buffer) -> None:
                 target = out.tile(top + start, rows, panel)
-                if c.piece < 64:
-                    target = target.at[:, pl.ds(part * per_row, per_row)]
+                if c.piece < per_panel:
+                    target = target.at[:, pl.ds(within * width, width)]
                 plgpu.copy_smem_to_gmem(as_bytes.at[buffer, pl.ds(start, rows)], target, commit_group=False)
 
             if whole_tiles:
                 copy(0, 64)
                 plgpu.commit_smem_to_gmem_group()
                 continue
-            inside = panel * 64 < shape.n
+            inside = panel * per_panel < shape.n
             whole = (top >= first_row) & (top + 64 <= shape.m)
 
             @pl.when(inside & whole)

@@ -107,7 +107,7 @@ class _Operands:
                 started = []
                 for slot in slots:
                     tiles = x_smem.at[slot, pl.ds(top + 64 * i, 64)], weight_smem.at[slot, pl.ds(j * width, width)]
-                    started.append(steps.start_in_turn(lambda t=tiles: products.start(*t, interpret=self.interpret)))
+                    started.append(steps.start_in_turn(lambda t=tiles: products.start([t], interpret=self.interpret)))
                 for p, slot in enumerate(slots):
                     scale = scales[p][j] * self.x_scales.load(
                         scales_smem, slot, row, c.tile_m, panel + p, top + 64 * i, 64, interpret=self.interpret

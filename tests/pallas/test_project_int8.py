@@ -124,7 +124,7 @@ def test_says_what_it_does_not_take(m: int, n: int, k: int, in_arena: bool, text
         ("tile_n", 96),
         ("warpgroups", 4),
         ("stages", 0),
-        ("piece", 16),
+        ("piece", 24),
         ("group", 0),
         ("cluster_m", 3),
         ("together", 7),
