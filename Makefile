@@ -48,7 +48,7 @@ test: $(INSTALLED) check-python
 	$(call pytest,$(RUN)) -m 'not slow and not gpu' $(ARGS)
 
 slow: $(INSTALLED) check-python
-	$(call pytest,$(RUN)) -m 'slow and not gpu' $(ARGS)
+	XLA_FLAGS= $(call pytest,$(RUN)) -m 'slow and not gpu' $(ARGS)
 
 # One process: workers would each take the GPU's memory.
 gpu: $(INSTALLED) check-python

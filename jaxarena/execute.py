@@ -1,9 +1,11 @@
 """Runs a scheduled step against its arena: the arena is threaded through the launches in order.
 
 Every value that lives in the arena is written to its rows by the launch that makes it and read from there by each launch that uses
-it, so a wrong plan gives wrong numbers, not only a wrong picture. Each read and write passes the arena through a barrier
-(:mod:`jaxarena.storage`): in place, without a copy. What one launch read and the very next reads too (the two gradients of a product,
-say) is read once for both.
+it, so a wrong plan gives wrong numbers, not only a wrong picture.
+
+A launch runs as its kernel where the device takes kernels and the plan has no reason against it: on the arena in place, as a JAX ref.
+Else it runs as its XLA reference, and each read and write passes the arena through a barrier (:mod:`jaxarena.storage`): in place,
+without a copy. What one reference read and the very next reads too (the two gradients of a product, say) is read once for both.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from jax import lax
 
 from jaxarena import storage
 from jaxarena.arena import Arena
+from jaxarena.dispatch import launch_sites
 from jaxarena.graph import Atom, Equation, Value, values
+from jaxarena.kernels import ArenaTensor, KernelDevice, Site
 from jaxarena.residence import Home, Residence
 from jaxarena.schedule import Region, Repeat, Schedule, Step
 
 __all__ = ["execute"]
 
 
-def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], jax.Array]:
+def execute(
+    schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Sequence[Any], device: KernelDevice | None = None
+) -> tuple[list[Any], jax.Array]:
     """Runs the step.
 
     Args:
@@ -33,11 +39,12 @@ def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Seq
       placement: where every home lies.
       buffer: the arena, int8 [rows, 128] or uint32 [rows, 32].
       inputs: the step's inputs, flat, without the closed-over constants.
+      device: what kernels run on; None: every launch runs as its reference.
 
     Returns:
       The step's outputs, flat, and the arena.
     """
-    run = _Run(schedule, {home: placement.find(name).row for home, name in schedule.home_names.items()}, buffer)
+    run = _Run(schedule, {home: placement.find(name).row for home, name in schedule.home_names.items()}, buffer, device)
     run.env.update(zip(schedule.graph.inputs, (*schedule.graph.constants, *inputs), strict=True))
     run.steps(schedule.steps)
     outputs = run.read_all(schedule.graph.outputs)  # before the buffer is taken: reading passes it on
@@ -47,8 +54,9 @@ def execute(schedule: Schedule, placement: Arena, buffer: jax.Array, inputs: Seq
 class _Run:
     """One pass over the steps: the arena, the XLA arrays, and the turn of each loop."""
 
-    def __init__(self, schedule: Schedule, rows: dict[Home, int], buffer: jax.Array):
-        self.residences, self.rows, self.buffer = schedule.residences, rows, buffer
+    def __init__(self, schedule: Schedule, rows: dict[Home, int], buffer: jax.Array, device: KernelDevice | None):
+        self.residences, self.rows, self.buffer, self.device = schedule.residences, rows, buffer, device
+        self.fallbacks = schedule.fallbacks
         self.env: dict[Value, Any] = {}
         self.turns: dict[str, Any] = {}
         self.just_read: dict[Value, Any] = {}  # by the launch before, from the arena
@@ -59,8 +67,37 @@ class _Run:
                 self._repeat(step)
             elif isinstance(step, Region):
                 self._region(step)
+            elif self.device and self.fallbacks[step] is None:
+                self._kernel(step, self.device)
             else:
                 self._write_all(step.outputs, _apply(step, self.read_all(step.inputs)))
+
+    def _kernel(self, equation: Equation, device: KernelDevice) -> None:
+        launch = equation.launch
+        assert launch is not None and launch.gpu_kernel is not None
+        kernel, sites = launch.gpu_kernel, launch_sites(equation, self.residences)
+        count = len(sites.operands)
+        in_place = [site.in_arena and not kernel.arrays & {i, i - count} for i, site in enumerate(sites.operands)]
+        arrays = iter(self.read_all([a for a, stays in zip(equation.inputs, in_place, strict=True) if not stays]))
+        operands = [
+            self._tensor(a, site) if stays else next(arrays)
+            for a, site, stays in zip(equation.inputs, sites.operands, in_place, strict=True)
+        ]
+        out = [self._tensor(v, site) if site.in_arena else None for v, site in zip(equation.outputs, sites.results, strict=True)]
+        avals = [a.aval for a in equation.inputs]
+        # The CPU's arena has wider elements (interpret mode only).
+        element = self.buffer.dtype
+        arena = jax.new_ref(storage.as_elements(self.buffer, jnp.int8))
+        with jax.named_scope(equation.scope) if equation.scope else contextlib.nullcontext():
+            returned = kernel.run(arena, *operands, out=launch.results_of(avals, equation.params, out), device=device, **equation.params)
+        self.buffer = storage.as_elements(arena[...], element)
+        for value, site, result in zip(equation.outputs, sites.results, jax.tree.leaves(returned, is_leaf=_is_none), strict=True):
+            if not site.in_arena:
+                self.env[value] = result
+
+    def _tensor(self, atom: Atom, site: Site) -> ArenaTensor:
+        assert isinstance(atom, Value)
+        return ArenaTensor(site, self._row(self.residences[atom].resolved()))
 
     def read_all(self, atoms: Sequence[Atom]) -> list[Any]:
         """The arrays of atoms; those of the arena pass one barrier with it, or XLA would copy the arena to keep them readable."""
@@ -146,6 +183,10 @@ class _Run:
         self.env, self.just_read = outer_env, {}
         self.env.update(zip((loop.finals[k] for k in carried), outs, strict=True))
         self.env.update(zip((loop.stacks[k] for k in stacked), ys, strict=True))
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _apply(equation: Equation, arrays: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxarena.arena import ROW_BYTES, Arena, Placed, PlacedScratch
+from jaxarena.kernels import CAPABILITY
 from jaxarena.lifetime import Form, Launch
 from jaxarena.planner import Interval, bound, validate
 from jaxarena.report.data import from_plain, to_plain
@@ -62,11 +63,13 @@ class Plan:
       form: the step's launches and arrays.
       arena: the placement, offsets and sizes in bytes.
       temporaries: the values that stay XLA arrays between launches, with estimated bytes.
+      fallbacks: of each launch, why it runs as its XLA reference also on a GPU that kernels are made for; None: it runs as a kernel.
     """
 
     form: Form
     arena: Arena
     temporaries: tuple[Temporary, ...] = ()
+    fallbacks: tuple[str | None, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -139,6 +142,17 @@ class Plan:
     def fits(self, bytes: int) -> bool:
         """Whether the arena and the estimated XLA temporaries fit in ``bytes`` (parameters and inputs not counted)."""
         return self.bytes + self.xla_bytes <= bytes
+
+    def kernels(self, capability: str = CAPABILITY) -> dict[str, str | None]:
+        """Of each launch by name, why it does not run as a kernel on a GPU of this compute capability; None: it does.
+
+        Empty for a plan that was not made of a traced step.
+
+        Args:
+          capability: such as ``"9.0"`` (H100, H200), which kernels are made for.
+        """
+        other = None if capability == CAPABILITY else f"kernels are made for compute capability {CAPABILITY}, not {capability}"
+        return {launch.name: other or why for launch, why in zip(self.launches, self.fallbacks, strict=False)}
 
     def verify(self) -> None:
         """Checks the plan by means independent of the planner.

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxarena.arena import Scratch
+from jaxarena.dispatch import fallback
 from jaxarena.graph import Atom, Block, Copy, Equation, Loop, Node, Value, values
 from jaxarena.kept import keep
 from jaxarena.lifetime import Alias, Form, Launch, Slot, Tensor
@@ -47,7 +48,10 @@ Step = Equation | Region | Repeat
 
 @dataclasses.dataclass(eq=False)
 class Schedule:
-    """A step ready to be planned (``form``) and run (``steps``)."""
+    """A step ready to be planned (``form``) and run (``steps``).
+
+    ``fallbacks`` says of each launch of ours why it does not run as a kernel (None: it does), ``reasons`` the same of the form's launches.
+    """
 
     graph: Graph
     residences: Residences
@@ -55,6 +59,8 @@ class Schedule:
     form: Form
     home_names: dict[Home, str]
     temporaries: tuple[Temporary, ...]
+    fallbacks: dict[Equation, str | None]
+    reasons: tuple[str | None, ...]
 
 
 def schedule(graph: Graph, name: str, policy: Mapping[str, str | None] | None = None) -> Schedule:
@@ -113,6 +119,8 @@ class _Writer:
         self.aliases: list[Alias] = []
         # Of XLA's arrays: what makes them, and the launches between which they live.
         self.maker: dict[Value, str] = {}
+        self.fallbacks: dict[Equation, str | None] = {}
+        self.reasons: list[str | None] = []
         self.first: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
 
@@ -125,7 +133,9 @@ class _Writer:
             for v, first in self.first.items()
             if v not in returned and self.last.get(v, first) > first and hasattr(v.aval.dtype, "itemsize")
         ]
-        return Schedule(self.graph, self.residences, self.steps, form, self.home_names, tuple(temporaries))
+        return Schedule(
+            self.graph, self.residences, self.steps, form, self.home_names, tuple(temporaries), self.fallbacks, tuple(self.reasons)
+        )
 
     def _write(self, steps: list[Step]) -> None:
         for step in steps:
@@ -137,16 +147,24 @@ class _Writer:
                 launch = step.launch
                 assert launch is not None
                 scratch = launch.scratch(*(a.aval for a in step.inputs), **step.params)
-                self._launch(launch.name, step.inputs, step.outputs, step.scope, scratch)
+                self.fallbacks[step] = fallback(step, self.residences)
+                self._launch(launch.name, step.inputs, step.outputs, step.scope, scratch, self.fallbacks[step])
 
     def _launch(
-        self, name: str, inputs: list[Atom] | list[Value], outputs: list[Value], scope: str = "", scratch: tuple[Scratch, ...] = ()
+        self,
+        name: str,
+        inputs: list[Atom] | list[Value],
+        outputs: list[Value],
+        scope: str = "",
+        scratch: tuple[Scratch, ...] = (),
+        fallback: str | None = "it is a region of XLA's",
     ) -> None:
         index = len(self.launches)
         name = self._numbered(f"{scope}/{name}" if scope else name)
         reads = tuple(dict.fromkeys(self._name(v, name) for v in values(inputs) if v in self.residences))
         writes = tuple(dict.fromkeys(self._name(v, name) for v in outputs if v in self.residences))
         self.launches.append(Launch(name, reads, writes, scratch))
+        self.reasons.append(fallback)
         self._touch(values(inputs), index)
         self._make(outputs, name, index)
 

@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxarena.execute import execute
 from jaxarena.kept import StoragePolicy, check_policy
+from jaxarena.kernels import kernel_device
 from jaxarena.plan import ArenaBuffer, Plan
 from jaxarena.planner import place
 from jaxarena.schedule import Schedule, schedule
@@ -28,6 +29,7 @@ def jit(
     static_argnames: str | Iterable[str] = (),
     reuse: bool = True,
     storage: StoragePolicy = None,
+    kernels: bool | str = True,
 ) -> Step:
     """Makes a step of ``function``: like ``jax.jit``, but its arrays live in one planned arena.
 
@@ -50,12 +52,15 @@ def jit(
       storage: how arrays that the forward pass keeps for the backward pass are stored meanwhile: None (as they are), ``"bf16"``,
         ``"int8"`` (one word a value) or ``"int8x2"`` (two words) for all of them, or a dict from patterns to these. See
         :mod:`jaxarena.kept`.
+      kernels: whether launches run as GPU kernels where the default device is a GPU they are made for; ``plan.kernels()`` says which
+        launches do. ``False`` runs the XLA reference of each. ``"interpret"`` runs the kernels in Pallas' interpret mode on the CPU,
+        for tests: slow.
 
     Raises:
       TypeError: when ``function`` is not callable, or ``storage`` no string or dict.
-      ValueError: for an unknown storage.
+      ValueError: for an unknown storage, or other ``kernels``.
     """
-    return Step(function, donate_argnums, static_argnums, static_argnames, reuse, storage)
+    return Step(function, donate_argnums, static_argnums, static_argnames, reuse, storage, kernels)
 
 
 class Step:
@@ -69,6 +74,7 @@ class Step:
         static_argnames: str | Iterable[str] = (),
         reuse: bool = True,
         storage: StoragePolicy = None,
+        kernels: bool | str = True,
     ):
         if not callable(function):
             raise TypeError(f"jaxarena.jit: function must be callable, got {function!r}")
@@ -76,6 +82,9 @@ class Step:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._reuse = reuse
         self._policy = check_policy(storage)
+        if kernels not in (True, False, "interpret"):
+            raise ValueError(f"jaxarena.jit: kernels must be True, False or 'interpret', got {kernels!r}")
+        self._kernels = kernels
         nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self._static_nums, self._static_names = _match_static(function, nums, names)
@@ -120,7 +129,7 @@ class Step:
                 f"plan {plan.fingerprint} with {plan.bytes} bytes: allocate one with step.plan(...).allocate() on arguments of these shapes"
             )
         buffer, *leaves = _guard_p.bind(arena.data, *jax.tree.leaves(self._dynamic(args, kwargs)))
-        outputs, data = execute(schedule, plan.arena, buffer, leaves)
+        outputs, data = execute(schedule, plan.arena, buffer, leaves, kernel_device(self._kernels))
         return jax.tree.unflatten(out_tree, outputs), ArenaBuffer(data, arena.plans)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Schedule, Plan, Any]:
@@ -131,7 +140,7 @@ class Step:
         known = self._planned.get(id(jaxpr))
         if known is None:
             scheduled = schedule(Graph(traced), self._name, self._policy)
-            plan = Plan(scheduled.form, place(scheduled.form, reuse=self._reuse), scheduled.temporaries)
+            plan = Plan(scheduled.form, place(scheduled.form, reuse=self._reuse), scheduled.temporaries, scheduled.reasons)
             known = (jaxpr, scheduled, plan)
             if not any(isinstance(c, jax.core.Tracer) for c in scheduled.graph.constants):
                 # The jaxpr is kept with the entry, so that its id stays its own.

@@ -38,6 +38,7 @@ __all__ = [
     "DTYPE_OF_STORAGE",
     "STORAGE_OF_DTYPE",
     "arena_element",
+    "as_elements",
     "decode",
     "dequantize",
     "encode",
@@ -74,6 +75,11 @@ _LEVELS = {1: 127, 2: 256 * 127 + 127}
 def arena_element(platform: str) -> Any:
     """The dtype of the arena on a platform (``"cpu"``, ``"gpu"``): int8 wherever kernels may run."""
     return jnp.dtype(jnp.uint32) if platform == "cpu" else jnp.dtype(jnp.int8)
+
+
+def as_elements(arena: jax.Array, element: Any) -> jax.Array:
+    """The same arena with elements of another dtype."""
+    return arena if arena.dtype == element else _reinterpret(arena, jnp.dtype(element))
 
 
 def quantize(x: jax.Array, words: int = 1) -> tuple[jax.Array, jax.Array | None, jax.Array]:

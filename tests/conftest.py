@@ -6,7 +6,12 @@ import importlib.util
 import os
 
 # Before JAX is imported. The GPU tests name their platform themselves: JAX_PLATFORMS=cuda,cpu (see `make gpu`).
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
+    # A test runs a program once or twice: without LLVM's optimizations the suite takes two thirds of the time. `make slow` keeps them.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    # Pallas' interpret mode has a thread for every warpgroup, and XLA runs their callbacks in a pool of a thread a core. With fewer
+    # of those than warpgroups that wait for each other, a launch hangs.
+    os.environ.setdefault("PJRT_NPROC", "16")
 
 import hypothesis
 import jaxtyping

@@ -158,7 +158,7 @@ def written_bytes(home: Layout, layout: Layout, view: View, arena_bytes: int, ro
     return mask
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(parts(), st.integers(0, 99))
 def test_write_set_and_pads_on_a_random_arena(part, seed):
     home, layout, view = part

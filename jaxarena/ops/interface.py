@@ -37,6 +37,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxarena.arena import Scratch
+from jaxarena.kernels import Kernel
 
 __all__ = ["PER_TOKEN", "Launch", "launch", "launch_of"]
 
@@ -56,6 +57,7 @@ class Launch:
       name: the name that plans and traces show.
       reference: the function of arrays that defines the result.
       row_ndim: as declared, one number for all results or one for each.
+      gpu_kernel: what :meth:`kernel` registered, or None.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any], row_ndim: int | tuple[int, ...], scratch: ScratchFn):
@@ -63,15 +65,37 @@ class Launch:
         self.reference = reference
         self.row_ndim = row_ndim
         self._scratch = scratch
+        self.gpu_kernel: Kernel | None = None
         self.primitive = _make_primitive(self)
         functools.update_wrapper(self, reference)
 
     def __call__(self, *arrays: Any, **params: Any) -> Any:
-        results = self.primitive.bind(*arrays, **params)
-        return tuple(results) if self._returns_tuple(arrays, params) else results[0]
+        return self.results_of([jax.typeof(a) for a in arrays], params, self.primitive.bind(*arrays, **params))
 
     def __repr__(self) -> str:
         return f"<launch {self.name}>"
+
+    def kernel(
+        self, supports: Callable[..., str | None], *, arrays: Sequence[int] = ()
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Registers the decorated function as this launch's GPU kernel (:mod:`jaxarena.kernels` says how it is called).
+
+        Args:
+          supports: from the sites of operands and results (``out``) and the parameters to None where the kernel takes the launch, else
+            to why it does not.
+          arrays: positions of operands that the kernel takes as row-major arrays wherever they lie; negative ones count from the end.
+        """
+
+        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.gpu_kernel = Kernel(run, supports, frozenset(arrays))
+            return run
+
+        return register
+
+    def results_of(self, avals: Sequence[Any], params: dict[str, Any], results: Sequence[Any]) -> Any:
+        """Flat results as the reference gives them for operands of these avals: one by itself, or a tuple."""
+        returns_tuple = _shapes(self, tuple(avals), tuple(sorted(params.items())))[1]
+        return tuple(results) if returns_tuple else results[0]
 
     def row_ndims(self, results: Sequence[Any]) -> tuple[int, ...]:
         """How many trailing axes of each of these results (avals) make one arena row."""
@@ -86,9 +110,6 @@ class Launch:
         """The reference with its results always as a list."""
         results = self.reference(*arrays, **params)
         return list(results) if isinstance(results, tuple) else [results]
-
-    def _returns_tuple(self, arrays: Sequence[Any], params: dict[str, Any]) -> bool:
-        return _shapes(self, tuple(jax.typeof(a) for a in arrays), tuple(sorted(params.items())))[1]
 
 
 def launch(

@@ -51,7 +51,7 @@ from jaxarena.ops.quantized import (
 )
 from jaxarena.ops.swiglu import swiglu
 
-__all__ = ["ProductForm", "exact_product", "project_quantized"]
+__all__ = ["FORWARD", "ProductForm", "exact_product", "project_quantized"]
 
 
 class ProductForm(NamedTuple):
@@ -182,7 +182,8 @@ def _forward_launch(out: str | None, keep: bool) -> Launch:
     return launch(name, row_ndim=(*results, 1) if keep else results)(reference)
 
 
-_FORWARD = {(out, keep): _forward_launch(out, keep) for out in (None, "int8", "int8x2") for keep in (False, True)}
+# By the storage of the result, and whether swiglu's rows are kept.
+FORWARD = {(out, keep): _forward_launch(out, keep) for out in (None, "int8", "int8x2") for keep in (False, True)}
 
 
 @launch("project_quantized_dx")
@@ -224,7 +225,7 @@ def _run(
     form: ProductForm, x: Parts, weight: Parts, residual: Array | None, *, keep: bool = False
 ) -> tuple[Array | Quantized, Array | None]:
     """The result, and the rows that swiglu keeps or None."""
-    results = _FORWARD[form.out, keep](*x, *weight, *(() if residual is None else (residual,)), form=form)
+    results = FORWARD[form.out, keep](*x, *weight, *(() if residual is None else (residual,)), form=form)
     results, z = (results[:-1], results[-1]) if keep else (results, None)
     if form.out is None:
         return results[0], z

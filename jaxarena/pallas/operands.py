@@ -25,9 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike
 
+from jaxarena.kernels import ArenaTensor
 from jaxarena.pallas.tiles import viewed
 
-__all__ = ["Matrix", "Place", "RowScales", "pack", "unpack"]
+__all__ = ["Matrix", "Place", "RowScales", "pack", "place_of", "unpack"]
 
 _PER_ROW = 32
 """Scales in an arena row."""
@@ -49,6 +50,14 @@ class Place(NamedTuple):
     scale_row: ArrayLike = 0
     scale_first: ArrayLike = 0
     scale_stride: ArrayLike = 0
+
+
+def place_of(tensor: ArenaTensor, scales: ArenaTensor | None = None) -> Place:
+    """The place of a step's tensor; of words, with that of their scales, a flat ``[panels, rows]``."""
+    if scales is None:
+        return Place(tensor.row, tensor.panel_stride)
+    assert tensor.site.matrix is not None
+    return Place(tensor.row, tensor.panel_stride, scales.row, 0, tensor.site.matrix[0])
 
 
 def pack(places: Sequence[Place | None]) -> jax.Array:

@@ -5,9 +5,11 @@ At most 120 columns, ASCII but for the names, one line a launch.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from jaxarena.kernels import CAPABILITY
 from jaxarena.report.units import human
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _BAR = 24
 
 def text(plan: Plan) -> str:
     """The report. Its first line is the summary."""
-    sections = [_summary(plan), _arrays(plan), _temporaries(plan), _launches(plan)]
+    sections = [_summary(plan), _arrays(plan), _temporaries(plan), _kernels(plan), _launches(plan)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -62,6 +64,17 @@ def _temporaries(plan: Plan) -> list[str]:
     largest = sorted(plan.temporaries, key=lambda t: (-t.bytes, t.first, t.name))[:_TEMPORARIES]
     rows = [("name", "size", "launches"), *((_cut(t.name, 60), human(t.bytes), f"{t.first}-{t.last}") for t in largest)]
     return [_title("Largest XLA temporaries, estimated", len(largest), len(plan.temporaries)), *_table(rows, left=1)] if largest else []
+
+
+def _kernels(plan: Plan) -> list[str]:
+    """How many launches run as kernels, and why the others do not."""
+    reasons = plan.kernels().values()
+    if not reasons:
+        return []
+    counts = collections.Counter(why for why in reasons if why is not None)
+    kernels = len(reasons) - counts.total()
+    lines = [f"On a GPU of compute capability {CAPABILITY} {_count(kernels, 'launch runs as a kernel', 'launches run as kernels')}"]
+    return lines + [f"  {number:>5} in XLA: {_cut(why, 104)}" for why, number in counts.most_common()]
 
 
 def _launches(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from jaxarena import storage
 from jaxarena.ops.project_quantized import exact_product
 from jaxarena.ops.quantized import row_parts, tile_parts
-from jaxarena.pallas import project_bf16, project_int8, quantize
+from jaxarena.pallas import project_bf16, project_int8, project_two_words, quantize
 from jaxarena.pallas.operands import Place
 from tests.pallas.arenas import TestArena, assert_writes_only, fetch, launch, matrix, relative_error, words
 
@@ -50,6 +50,32 @@ def test_int8_product(shape: tuple[int, int, int], config: str | None, in_arena:
     got = fetch(after, row, (m, n), jnp.bfloat16) if in_arena else result
     assert relative_error(got, exact_product(x, (weight, scales))) < ROUNDING
     assert_writes_only(before, after, [span] if in_arena else [])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", [None, *project_two_words.CONFIGS])
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_two_word_product(shape: tuple[int, int, int], config: str | None, in_arena: bool) -> None:
+    m, n, k = shape
+    x, (*weight, scales) = row_parts(normal(0, (m, k)), "int8x2"), tile_parts(normal(1, (k, n)), "int8x2")
+    arena = TestArena(2)
+    place = Place(arena.add(x[0]), m, arena.add(x[2], 0), 0, m), matrix(arena, x[1])
+    row, span = arena.room((m, n), jnp.float32)
+
+    def kernel(ref: Any, x: Any, weight: Any, scales: Any) -> Any:
+        out = Place(row, m) if in_arena else None
+        chosen = project_two_words.CONFIGS[config][0] if config else None
+        return project_two_words.project_two_words(
+            ref if in_arena else None, place if in_arena else x, weight, scales, out, m=m, n=n, k=k, config=chosen
+        )
+
+    before = arena.array()
+    after, result = launch(kernel, before, x, tuple(weight), scales)
+    again, repeated = launch(kernel, before, x, tuple(weight), scales)
+    got = fetch(after, row, (m, n), jnp.float32) if in_arena else result
+    assert relative_error(got, exact_product(x, (*weight, scales))) < 2 * (k // 128 + 1) * 2.0**-24
+    assert_writes_only(before, after, [span] if in_arena else [])
+    np.testing.assert_array_equal(again if in_arena else repeated, after if in_arena else result)
 
 
 def test_repeats_bit_for_bit() -> None:

@@ -45,7 +45,7 @@ def state_of(config: hybrid.HybridConfig, length: int = 45) -> tuple[Any, Any, j
     return params, train_step_of(config)[0].init(params), tokens
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_P4_train_step_has_the_same_bits_whatever_the_arena_held(dtype: str) -> None:
     config = hybrid.HybridConfig(dtype=dtype, **SMALL)
     _, train_step = train_step_of(config)
@@ -63,11 +63,21 @@ def test_P4_train_step_has_the_same_bits_whatever_the_arena_held(dtype: str) -> 
     assert apart.plan(*state).bytes > plan.bytes
 
 
+@functools.cache
 def loss_and_gradients_of(config: hybrid.HybridConfig) -> Any:
     def loss_and_gradients(params: Any, tokens: Any) -> Any:
         return jax.value_and_grad(lambda p: hybrid.loss(p, tokens[:, :-1], tokens[:, 1:], config)[0])(params)
 
     return loss_and_gradients
+
+
+@functools.cache
+def exact_run(config: hybrid.HybridConfig) -> tuple[ja.Plan, Any]:
+    """The plan of the loss and its gradients, and what they are in a poisoned arena."""
+    params, _, tokens = state_of(config)
+    step = ja.jit(loss_and_gradients_of(config))
+    plan = step.plan(params, tokens)
+    return plan, step(plan.allocate(255), params, tokens)[0]
 
 
 # Every expert is chosen: a choice is not continuous, and a rounding that turns one changes its token's gradient at will.
@@ -78,8 +88,7 @@ def test_losses_and_gradients_are_those_of_plain_jit_in_float32() -> None:
     config = hybrid.HybridConfig(**CONTINUOUS)
     function = loss_and_gradients_of(config)
     params, _, tokens = state_of(config)
-    step = ja.jit(function)
-    (loss, gradients), _ = step(step.plan(params, tokens).allocate(255), params, tokens)
+    _, (loss, gradients) = exact_run(config)
     plain_loss, plain_gradients = jax.jit(function)(params, tokens)
     # XLA fuses the two programs differently: a value passes some 16 launches a layer, whose roundings add up as a root.
     limit = tolerance(jnp.float32, config.width, stages=round((16 * config.layers) ** 0.5))
@@ -92,8 +101,7 @@ def test_losses_and_gradients_in_bfloat16_are_as_near_to_float32_as_those_of_pla
     config = hybrid.HybridConfig(dtype="bfloat16", **CONTINUOUS)
     function = loss_and_gradients_of(config)
     params, _, tokens = state_of(config)
-    step = ja.jit(function)
-    (loss, gradients), _ = step(step.plan(params, tokens).allocate(255), params, tokens)
+    _, (loss, gradients) = exact_run(config)
     plain_loss, plain_gradients = jax.jit(function)(params, tokens)
     exact_loss, exact_gradients = jax.jit(loss_and_gradients_of(hybrid.HybridConfig(**CONTINUOUS)))(params, tokens)
     limit = tolerance(jnp.bfloat16, config.width, stages=round((16 * config.layers) ** 0.5))
@@ -190,14 +198,14 @@ def test_configurations_that_do_not_fit(fields: dict[str, Any], message: str) ->
         hybrid.HybridConfig(**fields)
 
 
-@pytest.mark.parametrize("storage", ["int8", "int8x2"])
+@pytest.mark.parametrize("storage", ["int8", pytest.param("int8x2", marks=pytest.mark.slow)])
 def test_kept_arrays_in_words_change_gradients_a_little_and_the_loss_not_at_all(storage: str) -> None:
     config = hybrid.HybridConfig(**CONTINUOUS)
     params, _, tokens = state_of(config)
-    exact_step, step = ja.jit(loss_and_gradients_of(config)), ja.jit(loss_and_gradients_of(config), storage=storage)
-    exact_plan, plan = exact_step.plan(params, tokens), step.plan(params, tokens)
+    exact_plan, (exact_loss, exact) = exact_run(config)
+    step = ja.jit(loss_and_gradients_of(config), storage=storage)
+    plan = step.plan(params, tokens)
     plan.verify()
-    (exact_loss, exact), _ = exact_step(exact_plan.allocate(255), params, tokens)
     (loss, gradients), _ = step(plan.allocate(255), params, tokens)
     chex.assert_trees_all_equal(loss, exact_loss)
     squares = jax.tree.map(lambda a, b: (jnp.sum((a - b) ** 2), jnp.sum(b**2)), gradients, exact)

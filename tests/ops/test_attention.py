@@ -90,7 +90,8 @@ def test_A3_one_key_above_all():
     # The rows before it average what they see, and only they feed the keys before it.
     chex.assert_trees_all_close(o[:, at - 1], jnp.mean(v[:, :at], axis=1), rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_equal(dv[:, at + 1 :], jnp.zeros_like(dv[:, at + 1 :]))
-    chex.assert_trees_all_equal(dq[0, sees], jnp.zeros_like(dq[0, sees]))
+    # Two sums of six products, whose roundings a key of 1e4 multiplies.
+    chex.assert_trees_all_close(dq[0, sees], jnp.zeros_like(dq[0, sees]), atol=1e4 * 6 * 2.0**-22)
     chex.assert_tree_all_finite((dq, dk, dv))
 
 

@@ -40,7 +40,7 @@ def test_few_steps_run_one_by_one():
         assert live_launches(decode, *args, state_for(args)) == [launch]
 
 
-@hypothesis.settings(max_examples=4)
+@hypothesis.settings(max_examples=2)
 @hypothesis.given(
     dtype=st.sampled_from(DTYPES),
     batch=st.integers(1, 3),

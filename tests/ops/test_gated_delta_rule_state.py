@@ -49,7 +49,8 @@ def test_D1_states_in_and_out(dtype):
     check([*args, state_for(args)], dtype)
 
 
-@hypothesis.settings(max_examples=6)
+@pytest.mark.slow
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
     batch=st.integers(1, 3),
     time=st.integers(17, 150).filter(lambda t: t % 8),
@@ -154,6 +155,7 @@ def test_packed_segments_against_the_oracle(dtype):
     check([*args, state_for(args)], dtype, segment_ids=packed_ids())
 
 
+@pytest.mark.slow
 def test_packed_segments_are_separate_sequences():
     """The first segment starts from the given state, the last one's is returned; no gradient crosses a boundary."""
     args = arguments((3, 90, 1, 2, 6, 5))

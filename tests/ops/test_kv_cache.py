@@ -73,7 +73,7 @@ _attend = jax.jit(attend, static_argnames="window")
 _attention = jax.jit(attention, static_argnames="window")
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.sampled_from(STORAGES),
     st.lists(st.integers(0, 40), min_size=3, max_size=3),
