@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxarena as ja
 from jaxarena import storage
-from tests.programs import check_step, times_forward
+from jaxarena.testing import assert_step_repeatable
+from tests.programs import times_forward
 
 
 def stored(x, name):
@@ -94,7 +95,7 @@ def test_named_rows_without_a_loop(name, dtype):
             stored(a, name), ones
         )
 
-    plan = check_step(step, w, x, exact=False, storage={"a": name})
+    plan = assert_step_repeatable(step, w, x, storage={"a": name})
     value, gradient = run(ja.jit(step, storage={"a": name}), plan, w, x)
     chex.assert_trees_all_equal(value, run(ja.jit(step), ja.jit(step).plan(w, x), w, x)[0])
     chex.assert_trees_all_close((value, gradient), jax.jit(expected)(w, x), rtol=1e-6 if dtype == jnp.float32 else 2**-7)
@@ -106,7 +107,7 @@ def test_named_rows_without_a_loop(name, dtype):
 @pytest.mark.parametrize("name", ["bf16", "int8", "int8x2"])
 def test_rows_kept_by_a_loop(name):
     w, x = 1 + normal(2, 5, 24, 256) / 8, normal(3, 24, 256)
-    plan = check_step(looped(None), w, x, exact=False, storage=name)
+    plan = assert_step_repeatable(looped(None), w, x, storage=name)
     raw = ja.jit(looped(None)).plan(w, x)
     value, gradient = run(ja.jit(looped(None), storage=name), plan, w, x)
     chex.assert_trees_all_equal(value, run(ja.jit(looped(None)), raw, w, x)[0])
@@ -133,7 +134,7 @@ def test_the_first_pattern_that_matches_counts_and_none_leaves_an_array_alone():
 
 def test_one_copy_serves_the_shapes_an_array_is_read_in():
     w, x = normal(6, 16, 128), normal(7, 16, 128)
-    plan = check_step(chained(None), w, x, exact=False, storage={"a": "int8"})
+    plan = assert_step_repeatable(chained(None), w, x, storage={"a": "int8"})
     assert [t.name for t in plan.form.tensors if t.saved] == ["kept times"]
     gradient = run(ja.jit(chained(None), storage={"a": "int8"}), plan, w, x)[1]
     exact = jax.jit(chained(None))(w, x)[1]

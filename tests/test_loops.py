@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 import jaxarena as ja
-from tests.programs import both_forward, check_step, integers, sum_forward, times, twice, twice_forward
+from jaxarena.testing import check_step
+from tests.programs import both_forward, integers, sum_forward, times, twice, twice_forward
 
 
 def slots(plan: ja.Plan) -> dict[str, int]:

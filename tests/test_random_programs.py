@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from tests.programs import both_forward, check_step, integers, sum_forward, twice_forward
+from jaxarena.testing import check_step
+from tests.programs import both_forward, integers, sum_forward, twice_forward
 from tests.random_programs import Program, random_program, shrink
 
 # Between them every move, loops in loops, joins, and stacks of all lengths; from 3025 on, seeds that found a fault.

@@ -11,7 +11,8 @@ from jax import lax
 
 import jaxarena as ja
 from jaxarena.ops import launch
-from tests.programs import both_forward, check_step, integers, sum_forward, twice_forward
+from jaxarena.testing import check_step
+from tests.programs import both_forward, integers, sum_forward, twice_forward
 
 
 def regions(plan: ja.Plan) -> list[str]:

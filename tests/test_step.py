@@ -14,7 +14,8 @@ from jax import lax
 
 import jaxarena as ja
 from jaxarena import ops
-from tests.programs import check_step, integers, times, twice, twice_forward
+from jaxarena.testing import assert_step_repeatable, check_step
+from tests.programs import integers, times, twice, twice_forward
 
 
 def double_sum(x: Any, y: Any) -> Any:
@@ -172,13 +173,13 @@ def test_P7_arena_is_donated_and_never_copied_inside_scan(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_P4_same_bits_whatever_the_arena_held(dtype: Any) -> None:
     params, x = layers(dtype)
-    check_step(jax.value_and_grad(model), params, x, exact=False)
+    assert_step_repeatable(jax.value_and_grad(model), params, x)
 
 
 def test_J8_strict_promotion() -> None:
     params, x = layers()
     with jax.numpy_dtype_promotion("strict"):
-        check_step(jax.value_and_grad(model), params, x, exact=False)
+        assert_step_repeatable(jax.value_and_grad(model), params, x)
 
 
 def test_J5_x64_changes_nothing() -> None:

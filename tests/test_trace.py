@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxarena.graph import Block, Equation, Loop
+from jaxarena.testing import check_step
 from jaxarena.trace import Graph
-from tests.programs import check_step, integers, times, twice, twice_forward
+from tests.programs import integers, times, twice, twice_forward
 
 
 def graph_of(function: Any, *args: Any) -> Graph:

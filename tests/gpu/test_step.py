@@ -11,8 +11,8 @@ import pytest
 
 import jaxarena as ja
 from jaxarena.models import hybrid
-from jaxarena.testing import tolerance
-from tests.programs import check_step, integers, times, twice
+from jaxarena.testing import check_step, tolerance
+from tests.programs import integers, times, twice
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tests.ops.common import normal
+from jaxarena.testing import normal
 
 
 def naive(q, k, v, g, beta, state=None, *, scale=None, l2norm_eps=None, segment_ids=None):

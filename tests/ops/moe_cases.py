@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxarena.ops.moe import MoeResult, SharedExpert
-from tests.ops.common import normal
+from jaxarena.testing import normal
 
 ALL = (0, 1, 2, 3)
 

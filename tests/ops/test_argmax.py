@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxarena.ops.argmax import argmax
-from jaxarena.testing import poison
-from tests.ops.common import DTYPES, integers, live_launches, normal, raises
-from tests.programs import check_step, twice
+from jaxarena.testing import check_step, integers, live_launches, normal, poison
+from tests.ops.common import DTYPES, raises
+from tests.programs import twice
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

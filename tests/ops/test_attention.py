@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.attention import attention
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
     check_against_oracle,
     check_modes,
     check_shard_map,
@@ -20,9 +19,9 @@ from tests.ops.common import (
     gradient_launches,
     integers,
     normal,
-    raises,
     value_and_gradients,
 )
+from tests.ops.common import DTYPES, raises
 
 ALL = (0, 1, 2)
 

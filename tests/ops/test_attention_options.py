@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxarena.ops.attention import attention
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_step_repeatable,
     check_against_oracle,
     check_modes,
     check_shard_map,
@@ -22,10 +22,9 @@ from tests.ops.common import (
     gradient_launches,
     integers,
     normal,
-    raises,
     value_and_gradients,
 )
-from tests.programs import check_step
+from tests.ops.common import DTYPES, raises
 
 ALL = (0, 1, 2)
 
@@ -209,7 +208,7 @@ def test_in_a_planned_step():
         return jax.value_and_grad(loss, argnums=ALL)(q, k, v)
 
     lengths = jnp.asarray([141, 77], jnp.int32)
-    check_step(step, *args, lengths, exact=False)
+    assert_step_repeatable(step, *args, lengths)
     step = jax.jit(step)
     chex.assert_trees_all_close(step(*args, lengths)[0], jnp.sum(naive(*args, lengths=lengths, window=50, softcap=3.0) ** 2), rtol=1e-4)
 

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.cross_entropy import cross_entropy, cross_entropy_dhead, cross_entropy_dhidden, cross_entropy_forward
-from jaxarena.testing import poison
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
     check_against_oracle,
     check_modes,
     check_shard_map,
@@ -23,9 +21,10 @@ from tests.ops.common import (
     gradient_launches,
     integers,
     normal,
-    raises,
+    poison,
     value_and_gradients,
 )
+from tests.ops.common import DTYPES, raises
 
 
 def naive(hidden, head, labels, *, ignore_index=-100):

@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import pytest
 
 from jaxarena.ops.gate import gate
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_step_repeatable,
     check_against_oracle,
     check_modes,
     check_shard_map,
     check_vmap,
     gradient_launches,
     normal,
-    raises,
     value_and_gradients,
 )
-from tests.programs import check_step
+from tests.ops.common import DTYPES, raises
 
 ACTIVATIONS = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}
 
@@ -90,7 +89,7 @@ def test_in_a_planned_step():
     def step(x, g):
         return jax.value_and_grad(lambda x, g: jnp.sum(gate(gate(x, g, activation="silu"), g) ** 3), argnums=(0, 1))(x, g)
 
-    check_step(step, normal(0, (2, 7, 3, 65)), normal(1, (2, 7, 3, 65)), exact=False)
+    assert_step_repeatable(step, normal(0, (2, 7, 3, 65)), normal(1, (2, 7, 3, 65)))
 
 
 def test_vmap_is_a_loop():

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.gated_delta_rule import gated_delta_rule
-from jaxarena.testing import assert_close_to_oracle, oracle
-from tests.ops.common import (
+from jaxarena.testing import (
+    assert_close_to_oracle,
     check_against_oracle,
     check_modes,
     check_shard_map,
@@ -20,9 +20,10 @@ from tests.ops.common import (
     gradient_launches,
     integers,
     normal,
-    raises,
+    oracle,
     value_and_gradients,
 )
+from tests.ops.common import raises
 from tests.ops.delta_cases import arguments, naive_outputs
 
 ALL = (0, 1, 2, 3, 4)

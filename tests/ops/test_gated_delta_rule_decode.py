@@ -13,19 +13,20 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.gated_delta_rule import gated_delta_rule
-from jaxarena.testing import assert_close_to_oracle, oracle, poison
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_close_to_oracle,
+    assert_step_repeatable,
     check_against_oracle,
     check_modes,
     check_shard_map,
     check_vmap,
     live_launches,
-    raises,
+    oracle,
+    poison,
     value_and_gradients,
 )
+from tests.ops.common import DTYPES, raises
 from tests.ops.delta_cases import arguments, naive, state_for
-from tests.programs import check_step
 
 ALL = (0, 1, 2, 3, 4, 5)
 
@@ -191,7 +192,7 @@ def test_J7_empty(shape):
 def test_a_planned_step():
     args = arguments((3, 2, 1, 2, 6, 5))
     state = state_for(args)
-    check_step(lambda *a: jax.tree.map(jnp.sin, decode(*(jnp.cos(x) for x in a[:5]), a[5])), *args, state, exact=False)
+    assert_step_repeatable(lambda *a: jax.tree.map(jnp.sin, decode(*(jnp.cos(x) for x in a[:5]), a[5])), *args, state)
 
 
 def test_vmap_is_a_loop():

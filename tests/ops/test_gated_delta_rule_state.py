@@ -14,20 +14,20 @@ import pytest
 
 from jaxarena.ops import delta_spans
 from jaxarena.ops.gated_delta_rule import gated_delta_rule
-from jaxarena.testing import assert_close_to_oracle, oracle
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_close_to_oracle,
+    assert_step_repeatable,
     check_against_oracle,
     check_modes,
     check_shard_map,
     check_vmap,
     gradient_launches,
     normal,
-    raises,
+    oracle,
     value_and_gradients,
 )
+from tests.ops.common import DTYPES, raises
 from tests.ops.delta_cases import arguments, naive, naive_outputs, state_for
-from tests.programs import check_step
 
 ALL = (0, 1, 2, 3, 4, 5)
 
@@ -222,7 +222,7 @@ def test_a_planned_step(monkeypatch, span_bytes):
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 4, 5))(q, k, v, g, beta, state)
 
-    check_step(step, *args, state_for(args), exact=False)
+    assert_step_repeatable(step, *args, state_for(args))
 
 
 def test_vmap_is_a_loop():

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from jaxarena.ops.grouped import block_rows, group_choices, grouped_weight_gradient, over_blocks, take_rows
-from tests.ops.common import integers, normal
+from jaxarena.testing import integers, normal
 
 run_group = jax.jit(group_choices, static_argnames=("experts", "rows"))
 

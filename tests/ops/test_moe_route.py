@@ -14,7 +14,8 @@ import pytest
 
 from jaxarena.ops.moe import moe
 from jaxarena.ops.route import Routing, moe_route
-from tests.ops.common import normal, raises
+from jaxarena.testing import normal
+from tests.ops.common import raises
 from tests.ops.moe_cases import arguments, chosen_experts, jitted
 
 DEFAULTS = Routing(top_k=1, scoring="softmax", groups=None, renormalize=True, scale=1.0)

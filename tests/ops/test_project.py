@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxarena.ops.project import project
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
     check_against_oracle,
     check_modes,
     check_shard_map,
@@ -22,9 +21,9 @@ from tests.ops.common import (
     integers,
     live_launches,
     normal,
-    raises,
     value_and_gradients,
 )
+from tests.ops.common import DTYPES, raises
 
 SHAPES = (((1,), 1, 1), ((2, 5), 129, 66), ((2, 3, 5), 17, 3), ((), 19, 5))
 

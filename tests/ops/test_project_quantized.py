@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 
 from jaxarena.ops import Quantized, project, quantize
-from jaxarena.testing import assert_close_to_oracle, oracle, tolerance
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_close_to_oracle,
+    assert_step_repeatable,
     check_modes,
     check_shard_map,
     check_vmap,
     gradient_launches,
     live_launches,
     normal,
-    raises,
+    oracle,
+    tolerance,
     value_and_gradients,
 )
-from tests.programs import check_step
+from tests.ops.common import DTYPES, raises
 
 STORAGES = ("int8", "int8x2")
 SHAPES = (((1,), 1, 1), ((2, 5), 129, 66), ((37,), 300, 262), ((), 128, 5))
@@ -401,7 +402,7 @@ def test_in_a_planned_step():
     def step(weights, h):
         return jax.value_and_grad(loss)(weights, h)
 
-    check_step(step, weights, h, exact=False)
+    assert_step_repeatable(step, weights, h)
     planned = jax.jit(step)(weights, h)
     whole = jax.jit(jax.value_and_grad(loss_in_float))(weights, h)
     for ours, theirs in zip(jax.tree.leaves(planned), jax.tree.leaves(whole), strict=True):

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxarena.ops import Quantized, quantize
-from tests.ops.common import DTYPES, gradient_launches, live_launches, normal, raises
-from tests.programs import check_step
+from jaxarena.testing import check_step, gradient_launches, live_launches, normal
+from tests.ops.common import DTYPES, raises
 
 FORMS = [(storage, block) for storage in ("int8", "int8x2") for block in ("row", "tile")]
 LEVELS = {"int8": 127, "int8x2": 32639}

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.rms_norm import rms_norm
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_step_repeatable,
     check_against_oracle,
     check_modes,
     check_shard_map,
     check_vmap,
     gradient_launches,
     normal,
-    raises,
     value_and_gradients,
 )
-from tests.programs import check_step
+from tests.ops.common import DTYPES, raises
 
 SHAPES = ((1, 3), (7, 33), (2, 3, 129), (2, 5, 3, 64), (97,))
 
@@ -149,7 +148,7 @@ def test_in_a_planned_step():
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, weight, residual)
 
-    check_step(step, *arguments((2, 7, 130), jnp.float32), exact=False)
+    assert_step_repeatable(step, *arguments((2, 7, 130), jnp.float32))
 
 
 def test_vmap_is_a_loop():

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 
 from jaxarena.ops.argmax import argmax
 from jaxarena.ops.sample import sample
-from tests.ops.common import DTYPES, integers, live_launches, normal, raises
-from tests.programs import check_step, twice
+from jaxarena.testing import check_step, integers, live_launches, normal
+from tests.ops.common import DTYPES, raises
+from tests.programs import twice
 
 KEY = jax.random.key(11)
 

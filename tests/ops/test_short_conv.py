@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.short_conv import short_conv
-from tests.ops.common import (
-    DTYPES,
+from jaxarena.testing import (
+    assert_step_repeatable,
     check_against_oracle,
     check_modes,
     check_shard_map,
+    check_step,
     check_vmap,
     gradient_launches,
     normal,
-    raises,
     value_and_gradients,
 )
-from tests.programs import check_step
+from tests.ops.common import DTYPES, raises
 
 
 def naive(x, weight, state=None, *, activation="silu", segment_ids=None, return_state=False):
@@ -197,7 +197,7 @@ def test_in_a_planned_step():
         return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(x, weight, state)
 
     args = [normal(0, (2, 7, 130)), normal(1, (4, 130)), normal(2, (2, 3, 130))]
-    check_step(step, *args, exact=False)
+    assert_step_repeatable(step, *args)
     check_step(lambda x, weight: short_conv(x, weight, return_state=True), args[0], normal(1, (1, 130)))
 
 
