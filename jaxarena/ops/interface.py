@@ -70,6 +70,14 @@ class Launch:
         functools.update_wrapper(self, reference)
 
     def __call__(self, *arrays: Any, **params: Any) -> Any:
+        for name, value in params.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"launch {self.name!r}: parameter {name} must be hashable and known when the step is traced, got "
+                    f"{type(value).__name__}: pass arrays by position, and sequences as tuples"
+                ) from None
         return self.results_of([jax.typeof(a) for a in arrays], params, self.primitive.bind(*arrays, **params))
 
     def __repr__(self) -> str:
@@ -100,6 +108,8 @@ class Launch:
     def row_ndims(self, results: Sequence[Any]) -> tuple[int, ...]:
         """How many trailing axes of each of these results (avals) make one arena row."""
         declared = self.row_ndim if isinstance(self.row_ndim, tuple) else (self.row_ndim,) * len(results)
+        if len(declared) != len(results):
+            raise ValueError(f"launch {self.name!r}: row_ndim must have one number for each of {len(results)} results, got {declared}")
         return tuple(n if n >= 0 else max(aval.ndim + n, 1) for n, aval in zip(declared, results, strict=True))
 
     def scratch(self, *avals: Any, **params: Any) -> tuple[Scratch, ...]:
@@ -121,10 +131,17 @@ def launch(
     arrays.
 
     Args:
-      name: shown in plans and traces; unique.
+      name: shown in plans and traces, and what storage patterns match: give every launch its own.
       row_ndim: layout of the results, one number for all or a tuple with one for each (see the module's docstring).
       scratch: from the operands' avals and the parameters to the :class:`jaxarena.arena.Scratch` the kernel needs.
+
+    Raises:
+      TypeError: ``name`` is no string (``@launch`` needs one: ``@launch("name")``), or ``row_ndim`` is neither an int nor a tuple of ints.
     """
+    if not isinstance(name, str):
+        raise TypeError(f'launch: name must be a string, got {type(name).__name__} {name!r}: write @launch("name")')
+    if not all(isinstance(n, int) for n in (row_ndim if isinstance(row_ndim, tuple) else (row_ndim,))):
+        raise TypeError(f"launch {name!r}: row_ndim must be an int or a tuple of ints, got {row_ndim!r}")
 
     def declare(reference: Callable[..., Any]) -> Launch:
         return Launch(name, reference, row_ndim, scratch)
@@ -149,7 +166,13 @@ def _shapes(launch: Launch, avals: tuple[Any, ...], params: tuple[tuple[str, Any
         nonlocal returns_tuple
         results = launch.reference(*arrays, **dict(params))
         returns_tuple = isinstance(results, tuple)
-        return list(results) if returns_tuple else [results]
+        flat_results = list(results) if returns_tuple else [results]
+        for result in flat_results:
+            if not isinstance(result, jax.Array):
+                raise TypeError(
+                    f"launch {launch.name!r}: its reference must return an array or a tuple of arrays, got {type(result).__name__}"
+                )
+        return flat_results
 
     out_avals = jax.make_jaxpr(flat)(*avals).out_avals
     return [a.strip_weak_type() for a in out_avals], returns_tuple
