@@ -29,7 +29,7 @@ log-sum-exp. ``PER_TOKEN`` is for an op that takes either of the first two: all 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxarena.arena import Scratch
 from jaxarena.kernels import Kernel
 
-__all__ = ["PER_TOKEN", "Launch", "launch", "launch_of"]
+__all__ = ["PER_TOKEN", "Launch", "launch", "launch_names", "launch_of", "launches_in"]
 
 PER_TOKEN = -2
 """The ``row_ndim`` of results whose first two axes are batch and time, however many follow."""
@@ -155,6 +155,25 @@ _LAUNCHES: dict[Primitive, Launch] = {}
 def launch_of(primitive: Primitive) -> Launch | None:
     """The launch a primitive stands for, or None for a primitive of JAX's own."""
     return _LAUNCHES.get(primitive)
+
+
+def launches_in(jaxpr: Any) -> Iterator[Launch]:
+    """The launches of a jaxpr in order, those of the jaxprs that its equations call too."""
+    for eqn in jaxpr.eqns:
+        if (found := launch_of(eqn.primitive)) is not None:
+            yield found
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from launches_in(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(param: Any) -> bool:
+    return hasattr(param, "jaxpr") or hasattr(param, "eqns")
+
+
+def launch_names() -> list[str]:
+    """The names of the launches declared so far, sorted."""
+    return sorted({launch.name for launch in _LAUNCHES.values()})
 
 
 @functools.lru_cache(maxsize=4096)

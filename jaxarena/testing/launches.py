@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
 
-from jaxarena.ops.interface import launch_of
+from jaxarena.ops.interface import launches_in
 from jaxarena.testing.oracles import value_and_gradients
 
 __all__ = ["gradient_launches", "live_launches"]
@@ -18,17 +18,7 @@ def live_launches(function: Callable[..., Any], *args: Any) -> list[str]:
     """The names of the launches left in ``function``'s jaxpr after dead-code elimination, in order."""
     closed = jax.make_jaxpr(function)(*args)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    return list(_launch_names(jaxpr))
-
-
-def _launch_names(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxpr.eqns:
-        launch = launch_of(eqn.primitive)
-        if launch is not None:
-            yield launch.name
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "jaxpr") or hasattr(p, "eqns")):
-            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _launch_names(getattr(inner, "jaxpr", inner))
+    return [launch.name for launch in launches_in(jaxpr)]
 
 
 def gradient_launches(op: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]) -> list[str]:
