@@ -221,7 +221,7 @@ def attention_forward(
     if rules.lengths and keys:
 
         def fetch(sequence: Array, j: Array) -> tuple[Array, Array]:
-            return key_block_of(k, sequence, j), key_block_of(v, sequence, j)
+            return key_block_of(k, (sequence,), j), key_block_of(v, (sequence,), j)
 
         return forward_by_sequence(q, fetch, hints, rules, keys=keys, key_heads=key_heads, value_size=v.shape[3])
     mask = Mask(rules, q.shape[1], keys, hints)

@@ -141,13 +141,16 @@ def key_blocks(a: Float[Array, "b t g d"]) -> Float[Array, "n b g block d"]:
     return blocks(a, a.shape[2])[:, :, :, 0]
 
 
-def key_block_of(a: Shaped[Array, "b t g d"], sequence: Array, column: Array) -> Shaped[Array, "1 g block d"]:
-    """Block ``column`` of the keys of one sequence, sliced out of all keys; what lies past the last key is zeros."""
-    block = block_of(a.shape[1])
+def key_block_of(a: Shaped[Array, "*leading t g d"], sequence: tuple[Array, ...], column: Array) -> Shaped[Array, "1 g block d"]:
+    """Block ``column`` of the keys of one sequence, an index of each leading axis, sliced out of all keys; what lies past the last key is
+    zeros."""
+    time, *rest = a.shape[-3:]
+    block = block_of(time)
     start = column * block
-    first = jnp.minimum(start, a.shape[1] - block)
-    part = lax.dynamic_slice(a, (sequence, first, jnp.zeros_like(first), jnp.zeros_like(first)), (1, block, *a.shape[2:]))
-    if a.shape[1] % block:
+    first = jnp.minimum(start, time - block)
+    part = lax.dynamic_slice(a, (*sequence, first, jnp.zeros_like(first), jnp.zeros_like(first)), (*(1 for _ in sequence), block, *rest))
+    part = part.reshape(1, block, *rest)
+    if time % block:
         # A slice that would reach past the end starts earlier: move its keys to the front.
         part = lax.dynamic_slice_in_dim(jnp.pad(part, ((0, 0), (0, block), (0, 0), (0, 0))), start - first, block, axis=1)
     return part.transpose(0, 2, 1, 3)
