@@ -1,6 +1,7 @@
-"""Trains a small hybrid language model, byte by byte, on the text of Python's own standard library, through a planned arena.
+"""Trains a small hybrid language model, byte by byte, on the text of Python's own standard library, through a planned arena, and lets it
+write some more.
 
-    python examples/train_text.py                    # train, evaluate, write the plan's picture and a checkpoint
+    python examples/train_text.py                    # train, evaluate, write the plan's picture and a checkpoint, sample
     python examples/train_text.py --resume           # go on from the checkpoint: the same losses, bit for bit
 
 Everything but the step is what a JAX user writes anyway: a loss, optax, a loop.
@@ -29,9 +30,12 @@ from jaxarena.models import hybrid
 WINDOW = 1024
 """Bytes of a held-out window; the first is given."""
 
+PROMPT = b"def __init__(self"
+"""What sampling goes on from."""
+
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Runs the demo; returns what it printed as numbers (losses in nats a byte, bits a byte held out, the baselines), and the plan."""
+    """Runs the demo; returns what it printed (losses in nats a byte, bits a byte held out, the baselines, what it wrote), and the plan."""
     args = parse(argv)
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -55,8 +59,25 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     opt_state = jax.jit(optimizer.init)(params)
     print(f"{hybrid.parameter_count(params):,} parameters; {len(data.train):,} bytes to train on, {len(data.held_out):,} held out")
 
-    step = ja.jit(train_step, donate_argnums=(0, 1), storage=args.storage)
-    plan = step.plan(params, opt_state, tokens_of(batch_of(0)))
+    def generate(params: Any, cache: hybrid.Cache, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, hybrid.Cache]:
+        logits, cache = hybrid.extend(params, cache, tokens, config)
+        return ja.ops.sample(logits, jax.random.fold_in(key, cache.lengths[0]), temperature=0.7, top_k=40)[:, None], cache
+
+    # Sampling runs in the arena that training used: one form is active at a time.
+    program = ja.Program(
+        train=ja.jit(train_step, donate_argnums=(0, 1), storage=args.storage),
+        prefill=ja.jit(generate, donate_argnums=1),
+        decode=ja.jit(generate, donate_argnums=1),
+    )
+    prompt = np.frombuffer(PROMPT, np.uint8)[None]
+    cache, key = hybrid.create_cache(config, 1, len(PROMPT) + args.sample), jax.random.key(args.seed)
+    plans = program.plan(
+        train=(params, opt_state, tokens_of(batch_of(0))),
+        prefill=(params, cache, tokens_of(prompt), key),
+        decode=(params, cache, tokens_of(prompt[:, :1]), key),
+    )
+    print(plans)
+    plan = plans["train"]
     print_plan(plan, out)
 
     first, losses = 0, []
@@ -64,11 +85,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         params, opt_state, first = load(out, params, opt_state)
         print(f"resumed at step {first}")
     last = args.steps if args.stop is None else min(args.stop, args.steps)
-    arena = plan.allocate()
+    arena = plans.allocate()
     started = time.perf_counter()
     with tqdm(range(first, last), initial=first, total=args.steps, desc="training", disable=args.quiet) as bar:
         for n in bar:
-            (params, opt_state, loss), arena = step(arena, params, opt_state, tokens_of(batch_of(n)))
+            (params, opt_state, loss), arena = program.train(arena, params, opt_state, tokens_of(batch_of(n)))
             losses.append(float(loss))
             bar.set_postfix_str(f"{losses[-1] / math.log(2):.3f} bits/byte")
     save(out, params, opt_state, last)
@@ -83,7 +104,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ("unigram", baselines.unigram),
     ):
         print(f"  {name:24}{bits:6.3f}")
-    return {"losses": losses, "held_out": held_out, "baselines": baselines._asdict(), "params": params, "plan": plan}
+    written = []
+    (token, cache), arena = program.prefill(arena, params, cache, tokens_of(prompt), key)
+    for _ in range(args.sample):
+        written.append(int(token[0, 0]))
+        (token, cache), arena = program.decode(arena, params, cache, token, key)
+    if written:
+        print(f"after {PROMPT.decode()!r} it writes:\n{PROMPT.decode()}{bytes(written).decode(errors='replace')}")
+    return {
+        "losses": losses,
+        "held_out": held_out,
+        "baselines": baselines._asdict(),
+        "written": bytes(written),
+        "params": params,
+        "plan": plan,
+    }
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -100,6 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--storage", choices=("bf16", "int8", "int8x2"), help="of arrays kept for the backward pass (default: as they are)")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--windows", type=int, default=64, help="held-out windows to evaluate on")
+    parser.add_argument("--sample", type=int, default=256, help="bytes to write at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)

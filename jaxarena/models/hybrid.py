@@ -15,6 +15,13 @@ Sources: Yang, Kautz, Hatamizadeh, *Gated Delta Networks* (2024), for the delta 
 
 Parameters are a dict of arrays. Those of the layers are stacked by **period** (four layers) and run by ``lax.scan`` over periods, so
 tracing and compiling take as long for 48 layers as for 4.
+
+**Generation.** A :class:`Cache` holds what a layer needs of the tokens so far: keys and values, or the last rows before the short
+convolution and the delta rule's state. :func:`extend` adds tokens, many (prefill) or one (decode), and gives the logits of what follows::
+
+    cache = hybrid.create_cache(config, batch=1, capacity=512)
+    logits, cache = hybrid.extend(params, cache, prompt, config)               # [1, n]
+    logits, cache = hybrid.extend(params, cache, token[:, None], config)       # [1, 1], again and again
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from jax import lax
 
 from jaxarena import ops
 
-__all__ = ["HybridConfig", "init", "loss", "parameter_count"]
+__all__ = ["Cache", "HybridConfig", "create_cache", "extend", "init", "loss", "parameter_count"]
 
 PERIOD = 4
 """Layers in a period: three of the delta rule, one of attention."""
@@ -152,51 +159,160 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: HybridCon
         for name, layer in sorted(weights.items()):
             with jax.named_scope(name):
                 mix = _attention_layer if "q_norm" in layer["mixer"] else _delta_layer
-                h = mix(layer["mixer"], h, config)
+                h, _ = mix(layer["mixer"], h, None, config)
                 h, layer_balance = _experts(layer["moe"], h, config)
                 balance = balance + layer_balance
         return (h, balance), None
 
     (h, balance), _ = lax.scan(period, (h, jnp.float32(0)), params["periods"])
     h = ops.rms_norm(h, params["norm"].astype(dtype), eps=config.norm_eps, offset=1.0)
-    head = params["embedding" if config.tied else "head"].astype(dtype)
-    cross_entropy = ops.cross_entropy(h, head, labels)
+    cross_entropy = ops.cross_entropy(h, _head(params, config), labels)
     balance = balance / config.layers
     return cross_entropy + config.balance_weight * balance, {"cross_entropy": cross_entropy, "balance": balance}
 
 
-def _delta_layer(w: Params, h: jax.Array, config: HybridConfig) -> jax.Array:
+def _head(params: Params, config: HybridConfig) -> jax.Array:
+    return params["embedding" if config.tied else "head"].astype(config.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What the layers need of the tokens seen so far; a pytree, made by :func:`create_cache`. Donate it to the step that extends it.
+
+    Attributes:
+      attention: keys and values, of a layer for each period.
+      conv: [periods, 3, batch, taps - 1, channels] in the model's dtype: the rows before the next of each short convolution.
+      state: float32 [periods, 3, batch, value heads, key size, value size]: the delta rule's states.
+    """
+
+    attention: ops.KVCache
+    conv: jax.Array
+    state: jax.Array
+
+    @property
+    def lengths(self) -> jax.Array:
+        """int32 [batch]: how many tokens each sequence has."""
+        return self.attention.lengths[0]
+
+
+def create_cache(config: HybridConfig, batch: int, capacity: int, storage: str | None = None) -> Cache:
+    """An empty cache for ``batch`` sequences of up to ``capacity`` tokens, its keys and values in ``storage`` (:class:`ops.KVCache`).
+
+    Raises:
+      TypeError, ValueError: a size is not a positive int, or the storage is not supported.
+    """
+    c = config
+    attention = ops.KVCache.create(batch, capacity, c.kv_heads, c.head_size, dtype=c.dtype, storage=storage, layers=c.periods)
+    channels = 2 * c.delta_key_heads * c.delta_key_size + c.delta_value_heads * c.delta_value_size
+    layers = (c.periods, PERIOD - 1, batch)
+    return Cache(
+        attention,
+        jnp.zeros((*layers, c.conv_taps - 1, channels), c.dtype),
+        jnp.zeros((*layers, c.delta_value_heads, c.delta_key_size, c.delta_value_size), jnp.float32),
+    )
+
+
+def extend(params: Params, cache: Cache, tokens: jax.Array, config: HybridConfig) -> tuple[jax.Array, Cache]:
+    """Adds tokens to every sequence of a cache.
+
+    Args:
+      params: as :func:`init` made them.
+      cache: of sequences of one length or several, each with room for the tokens (those without are dropped).
+      tokens: int32 [batch, time], the next of each sequence; time at least 1.
+
+    Returns:
+      The logits of the token after the last, [batch, vocabulary] in the model's dtype, and the cache.
+
+    Raises:
+      TypeError: ``tokens`` is not int32.
+      ValueError: ``tokens`` has not the batch of the cache, or no token.
+    """
+    if tokens.ndim != 2 or tokens.shape[0] != cache.conv.shape[2] or not tokens.shape[1]:
+        raise ValueError(f"extend: tokens must have shape ({cache.conv.shape[2]}, time), time at least 1, got {tokens.shape}")
+    dtype = jnp.dtype(config.dtype)
+    h = ops.embed(tokens, params["embedding"].astype(dtype))
+
+    def period(carry: tuple[jax.Array, Cache], turn: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Cache], None]:
+        h, cache = carry
+        index, weights = turn
+        for name, layer in sorted(weights.items()):
+            with jax.named_scope(name):
+                if "q_norm" in layer["mixer"]:
+                    h, attention = _attention_layer(layer["mixer"], h, (cache.attention, index), config)
+                    cache = dataclasses.replace(cache, attention=attention)
+                else:
+                    at = (index, int(name.removeprefix("layer")))
+                    h, (conv, state) = _delta_layer(layer["mixer"], h, (cache.conv[at], cache.state[at]), config)
+                    # Carried and written in part, so that a donated cache is updated where it lies.
+                    cache = dataclasses.replace(cache, conv=cache.conv.at[at].set(conv), state=cache.state.at[at].set(state))
+                h, _ = _experts(layer["moe"], h, config)
+        return (h, cache), None
+
+    (h, cache), _ = lax.scan(period, (h, cache), (jnp.arange(config.periods), params["periods"]))
+    h = ops.rms_norm(h[:, -1:], params["norm"].astype(dtype), eps=config.norm_eps, offset=1.0)
+    return ops.project(h, _head(params, config).T)[:, 0], cache
+
+
+def _delta_layer(
+    w: Params, h: jax.Array, before: tuple[jax.Array, jax.Array] | None, config: HybridConfig
+) -> tuple[jax.Array, Any]:
+    """The residual stream after the layer; with the rows and the state ``before``, also those after, else None."""
     b, t, _ = h.shape
     key_columns = config.delta_key_heads * config.delta_key_size
     value_columns = config.delta_value_heads * config.delta_value_size
     x = ops.rms_norm(h, w["norm"].astype(h.dtype), eps=config.norm_eps, offset=1.0)
-    qkv = ops.short_conv(ops.project(x, w["qkv"].astype(h.dtype)), w["conv"].astype(h.dtype))
+    qkv, taps = ops.project(x, w["qkv"].astype(h.dtype)), w["conv"].astype(h.dtype)
+    if before is None:
+        qkv = ops.short_conv(qkv, taps)
+    else:
+        qkv, conv = ops.short_conv(qkv, taps, state=before[0], return_state=True)
     z = ops.project(x, w["z"].astype(h.dtype)).reshape(b, t, config.delta_value_heads, config.delta_value_size)
     q, k, v = jnp.split(qkv, [key_columns, 2 * key_columns], axis=-1)
     q = q.reshape(b, t, config.delta_key_heads, config.delta_key_size)
     k = k.reshape(b, t, config.delta_key_heads, config.delta_key_size)
     v = v.reshape(b, t, config.delta_value_heads, config.delta_value_size)
     # The gates are few numbers that decide how far the state reaches: float32 throughout.
-    beta, a = jnp.split(ops.project(x, w["beta_a"].astype(h.dtype)).astype(jnp.float32), 2, axis=-1)
+    write, a = jnp.split(ops.project(x, w["beta_a"].astype(h.dtype)).astype(jnp.float32), 2, axis=-1)
     g = -jnp.exp(w["a_log"]) * jax.nn.softplus(a + w["dt_bias"])
-    o = ops.gated_delta_rule(q, k, v, g, jax.nn.sigmoid(beta), qk_l2norm=True)
+    beta, after = jax.nn.sigmoid(write), None
+    if before is None:
+        o = ops.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True)
+    else:
+        o, state = ops.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True, initial_state=before[1], return_state=True)
+        after = (conv, state)
     o = ops.gate(ops.rms_norm(o, w["out_norm"].astype(h.dtype), eps=config.norm_eps), z, activation="silu")
-    return ops.project(o.reshape(b, t, value_columns), w["out"].astype(h.dtype), residual=h)
+    return ops.project(o.reshape(b, t, value_columns), w["out"].astype(h.dtype), residual=h), after
 
 
-def _attention_layer(w: Params, h: jax.Array, config: HybridConfig) -> jax.Array:
+def _attention_layer(
+    w: Params, h: jax.Array, before: tuple[ops.KVCache, jax.Array] | None, config: HybridConfig
+) -> tuple[jax.Array, Any]:
+    """The residual stream after the layer; with a cache ``before`` and the number of this layer in it, also the cache after, else None."""
     b, t, _ = h.shape
     columns, kv_columns = config.heads * config.head_size, config.kv_heads * config.head_size
     x = ops.rms_norm(h, w["norm"].astype(h.dtype), eps=config.norm_eps, offset=1.0)
     qgkv = ops.project(x, w["qgkv"].astype(h.dtype))
     q, gate, k, v = jnp.split(qgkv, [columns, 2 * columns, 2 * columns + kv_columns], axis=-1)
 
+    positions = None
+    if before is not None:
+        cache, layer = before
+        positions = cache.lengths[layer][:, None] + jnp.arange(t)
+
     def heads(y: jax.Array, norm: str) -> jax.Array:
         y = ops.rms_norm(y.reshape(b, t, -1, config.head_size), w[norm].astype(h.dtype), eps=config.norm_eps, offset=1.0)
-        return ops.rotary(y, base=config.rotary_base, rotary_dim=config.rotary_size)
+        return ops.rotary(y, positions=positions, base=config.rotary_base, rotary_dim=config.rotary_size)
 
-    o = ops.attention(heads(q, "q_norm"), heads(k, "k_norm"), v.reshape(b, t, config.kv_heads, config.head_size))
-    return ops.project(ops.gate(o.reshape(b, t, columns), gate), w["out"].astype(h.dtype), residual=h)
+    q, k, v = heads(q, "q_norm"), heads(k, "k_norm"), v.reshape(b, t, config.kv_heads, config.head_size)
+    o: Any
+    after = None
+    if before is None:
+        o = ops.attention(q, k, v)
+    else:
+        after = ops.append(cache, k, v, layer=layer)
+        o = ops.attend(q, after, layer=layer)
+    return ops.project(ops.gate(o.reshape(b, t, columns), gate), w["out"].astype(h.dtype), residual=h), after
 
 
 def _experts(w: Params, h: jax.Array, config: HybridConfig) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ import chex
 import pytest
 import train_text
 
-SMALL = ["--quiet", "--layers", "4", "--width", "64", "--batch", "2", "--length", "64", "--steps", "6", "--windows", "2"]
+SMALL = ["--quiet", "--layers", "4", "--width", "64", "--batch", "2", "--length", "64", "--steps", "6", "--windows", "2", "--sample", "20"]
 
 
 @pytest.mark.slow
@@ -20,8 +20,10 @@ def test_resumed_training_continues_the_same_losses_bit_for_bit(tmp_path: Path, 
     assert first["losses"] + second["losses"] == whole["losses"]
     chex.assert_trees_all_equal(second["params"], whole["params"], strict=True)
     assert second["held_out"] == whole["held_out"]
+    assert second["written"] == whole["written"]
+    assert len(whole["written"]) == 20
     assert whole["losses"][-1] < whole["losses"][0]
     assert all((tmp_path / "parts" / name).stat().st_size > 1000 for name in ("plan.txt", "plan.html", "plan.png"))
     printed = capsys.readouterr().out
-    for words in ("resumed at step 3", "this model", "zlib -9 on each window", "bigram, smoothed", "unigram", "optimal"):
+    for words in ("resumed at step 3", "this model", "zlib -9 on each window", "bigram, smoothed", "unigram", "optimal", "it writes"):
         assert words in printed

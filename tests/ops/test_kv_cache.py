@@ -313,3 +313,46 @@ def test_errors_name_the_argument():
         attend(q[:, :, :3], cache)
     with raises(ValueError, "attend: lengths must have shape (2,) (the batch of the cache), got shape (3,)"):
         attend(q, cache, lengths=jnp.ones(3, jnp.int32))
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_a_cache_of_layers_is_its_layers(storage):
+    """Also where the layer is only known when it runs; layers that are not written stay, and out of range is the nearest."""
+    q, k, v = tokens(0, 2, 7)
+    stacked = KVCache.create(2, 9, 2, 6, 5, jnp.float32, storage, layers=3)
+    stacked = jax.tree.map(lambda a: a if a.dtype == jnp.int32 else poison(a.shape, a.dtype), stacked)
+    assert (stacked.layers, stacked.capacity, stacked.storage) == (3, 9, storage)
+
+    def use(cache, layer, start, stop):
+        cache = append(cache, k[:, start:stop], v[:, start:stop], layer=layer)
+        return cache, attend(q[:, start:stop], cache, layer=layer)
+
+    alone = append(KVCache.create(2, 9, 2, 6, 5, jnp.float32, storage), k[:, :4], v[:, :4])
+    first = attend(q[:, :4], alone)
+    alone = append(alone, k[:, 4:], v[:, 4:])
+    second = attend(q[:, 4:], alone)
+    for layer, static in ((1, (1, 2, 3)), (jnp.int32(1), (2, 3))):
+        once, o = jax.jit(use, static_argnums=static)(stacked, layer, 0, 4)
+        chex.assert_trees_all_close(o, first, rtol=1e-6, atol=1e-6)
+        twice, o = use(once, layer, 4, 7)
+        chex.assert_trees_all_close(o, second, rtol=1e-6, atol=1e-6)
+        chex.assert_trees_all_equal(twice.lengths, jnp.asarray([[0, 0], [7, 7], [0, 0]], jnp.int32))
+        for whole, before, one in zip(*map(jax.tree.leaves, (twice, stacked, alone)), strict=True):
+            chex.assert_trees_all_equal(jax.tree.map(lambda a: a[jnp.asarray([0, 2])], (whole,)), (before[jnp.asarray([0, 2])],))
+            used = one.ndim > 1
+            chex.assert_trees_all_equal(whole[1, :, :7] if used else whole[1], one[:, :7] if used else one)
+    chex.assert_trees_all_equal(use(stacked, jnp.int32(5), 0, 4)[0].lengths[2], jnp.asarray([4, 4], jnp.int32))
+
+
+def test_layers_that_do_not_fit():
+    q, k, v = tokens(0, 2, 3)
+    one, three = KVCache.create(2, 9, 2, 6, 5, jnp.float32), KVCache.create(2, 9, 2, 6, 5, jnp.float32, layers=3)
+    for call in (lambda cache, layer: append(cache, k, v, layer=layer), lambda cache, layer: attend(q, cache, layer=layer)):
+        with pytest.raises(ValueError, match="layer must be None unless the cache was made with layers, got 1"):
+            call(one, 1)
+        with pytest.raises(ValueError, match="layer must be given for a cache of 3 layers, got None"):
+            call(three, None)
+        with pytest.raises(TypeError, match="layer"):
+            call(three, jnp.float32(1))
+    with pytest.raises(TypeError, match="a quantized cache, or one of layers, has no gradient"):
+        jax.grad(lambda q: jnp.sum(attend(q, three, layer=0)))(q)
