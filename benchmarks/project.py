@@ -12,12 +12,14 @@ Rooflines: operations over what XLA's plain product of the same dtype reaches at
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import results
 from jax import lax
 
@@ -27,6 +29,7 @@ from jaxarena.ops.quantized import row_parts, tile_parts
 from jaxarena.pallas.operands import Place
 from jaxarena.pallas.project_bf16 import project_bf16
 from jaxarena.pallas.project_int8 import project_int8
+from jaxarena.pallas.project_two_words import project_two_words
 from jaxarena.pallas.quantize import quantize_rows
 from jaxarena.panels import Layout
 
@@ -153,6 +156,43 @@ def forward_rows(m: int, n: int, k: int, peaks: dict[str, float]) -> list[result
     return rows
 
 
+def two_word_rows(size: int, peaks: dict[str, float]) -> list[results.Row]:
+    """Words that are quantized already, float32 results, beside XLA's ways to multiply float32 arrays."""
+    keys = jax.random.split(jax.random.key(size))
+    x, w = (jax.random.normal(k, (size, size), jnp.float32) for k in keys)
+    words, low, scales = jax.jit(lambda x: row_parts(x, "int8x2"))(x)
+    *weight, weight_scales = jax.jit(lambda w: tile_parts(w, "int8x2"))(w)
+    arena = Arena(words, low, scales, *weight, room=4 * size * size)
+    x_places = Place(arena.rows[0], size, arena.rows[2], 0, size), Place(arena.rows[1], size)
+    weight_places = Place(arena.rows[3], size), Place(arena.rows[4], size)
+
+    def product(ref: Any, scales: Any) -> None:
+        project_two_words(ref, x_places, weight_places, scales, Place(arena.free, size), m=size, n=size, k=size)
+
+    ours = arena.launch(product, weight_scales)
+    presets = lax.DotAlgorithmPreset
+    precisions = {
+        "xla f32 highest": (lax.Precision.HIGHEST, "6 times"),
+        "xla BF16x3": (presets.BF16_BF16_F32_X3, "1.5 times"),
+        "xla TF32": (presets.TF32_TF32_F32, "0.9 times"),
+    }
+    peers = [jax.jit(functools.partial(jnp.matmul, precision=precision)) for precision, _ in precisions.values()]
+    mine, *theirs = in_turn(ours, *(functools.partial(peer, x, w) for peer in peers))
+    exact = np.asarray(x[:256], np.float64) @ np.asarray(w, np.float64)
+    layout = Layout((size, size), "f32", 1)
+    ours()
+    y = storage.decode(arena.buffer[arena.free : arena.free + layout.bytes // 128], layout)
+    case = f"project forward two words {size}x{size}x{size}"
+    rows = [
+        row(case, "TFLOP/s", 2.0 * size**3, mine, name, seconds, target, peaks["int8"] / 4)
+        for (name, (_, target)), (seconds, _) in zip(precisions.items(), theirs, strict=True)
+    ]
+    for name, result, target in [("", y, "5e-5"), *((name, peer(x, w), "") for name, peer in zip(precisions, peers, strict=True))]:
+        wrong = float(np.linalg.norm(np.asarray(result[:256], np.float64) - exact) / np.linalg.norm(exact))
+        rows.append(results.Row(f"{case}: {name or 'result'} beside float64", "error", wrong, target=target))
+    return rows
+
+
 def backward_rows(m: int, n: int, k: int, peaks: dict[str, float]) -> list[results.Row]:
     x, w = operands(m, n, k)
     dy, _ = operands(m, 8, n)
@@ -215,6 +255,7 @@ def main() -> None:
     device = parser.parse_args().device
     peaks = peaks_at(8192)
     rows = [r for shape in SHAPES for r in forward_rows(*shape, peaks)]
+    rows += [r for size in (4096, 8192) for r in two_word_rows(size, peaks)]
     rows += [r for shape in SHAPES[:2] for r in backward_rows(*shape, peaks)]
     rows.append(quantize_row(8192, 8192))
     rows += [decode_row(m, 8192, 8192) for m in (1, 8, 32)]

@@ -37,8 +37,9 @@ from jaxarena.pallas.tiles import tile
 __all__ = ["CONFIGS", "config_for", "project_two_words", "supports"]
 
 CONFIGS: dict[str, tuple[TileConfig, float]] = {
-    "large": (TileConfig(tile_m=192, tile_n=128, warpgroups=3, stages=4, cluster_n=2, piece=32), 1.0),
-    "small": (TileConfig(tile_m=128, tile_n=128, warpgroups=2, stages=6, piece=32, together=2), 0.9),
+    "wide": (TileConfig(tile_m=128, tile_n=256, warpgroups=2, stages=4, cluster_m=2, group=4, in_turn=True, piece=32), 1.0),
+    "large": (TileConfig(tile_m=192, tile_n=128, warpgroups=3, stages=4, cluster_n=2, piece=32), 0.97),
+    "small": (TileConfig(tile_m=128, tile_n=128, warpgroups=2, stages=6, piece=32, together=2), 0.93),
     "few": (TileConfig(tile_m=64, tile_n=64, warpgroups=1, stages=12, piece=32, together=2), 0.4),
 }
 """Configs, with their speed at 8192 cubed as a share of the first's. ``together=2`` starts LL beside HH, in an accumulator of its own."""
