@@ -18,10 +18,10 @@ import results
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jaxarena.planner import Interval, Solution, bound, faults, solve  # noqa: E402  (the checkout, installed or not)
-from jaxarena.planner.first_fit import first_fit, ordered  # noqa: E402
-from jaxarena.planner.items import FREE, normalise  # noqa: E402
-from tests.planner.problems import GRAPHS, MINIMALLOC, instance, random_intervals  # noqa: E402
+from jaxarena.planner import Interval, Solution, bound, faults, solve
+from jaxarena.planner.first_fit import first_fit, ordered
+from jaxarena.planner.items import FREE, normalise
+from tests.planner.problems import GRAPHS, MINIMALLOC, instance, random_intervals
 
 CAPACITY = 1_048_576
 TARGETS = {"C": "at the bound", "D": "at most 1029120", "J": "at most 1035264", "pangu_2.6B": "at most 1.005 times the bound"}

@@ -44,7 +44,9 @@ def test_place_aligns(tmp_path):
     assert all(i.offset % 4096 == 0 for i in minimalloc.read(out))
 
 
-@pytest.mark.parametrize(("line", "message"), [(["place", "no such file"], "no such file"), (["place", C, "--nodes", "-1"], "nodes must be")])
+@pytest.mark.parametrize(
+    ("line", "message"), [(["place", "no such file"], "no such file"), (["place", C, "--nodes", "-1"], "nodes must be")]
+)
 def test_what_is_wrong_with_a_line_is_said(line, message, capsys):
     assert main(line) == 2
     assert message in capsys.readouterr().err

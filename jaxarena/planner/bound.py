@@ -15,7 +15,7 @@ __all__ = ["bound", "peak_time"]
 def bound(intervals: Sequence[Interval]) -> int:
     """Bytes that no placement can go below: the peak load, each interval rounded up to the :func:`~jaxarena.planner.problem.unit`, or
     the end of a pinned interval that lies higher."""
-    pinned = (i.offset + i.bytes for i in intervals if i.offset is not None)
+    pinned = (i.offset + i.needed for i in intervals if i.offset is not None and i.needed)
     loads = _loads(intervals)
     return max(max(loads.values(), default=0), round_up(max(pinned, default=0), unit(intervals)))
 

@@ -112,7 +112,7 @@ def normalise(intervals: Sequence[Interval]) -> Items:
         raise ValueError(f"solve: {len(intervals) - len({i.name for i in intervals})} interval names are used twice")
     if sum(i.bytes for i in intervals) + max((i.offset or 0 for i in intervals), default=0) >= 2**59:
         raise ValueError("solve: the intervals have 2**59 bytes or more in sum; fewer are supported")
-    kept = [i for i in intervals if any(size for *_, size in i.spans)]
+    kept = [i for i in intervals if i.needed]
     kept.sort(key=lambda i: (i.first, -i.last, -i.bytes, i.name))
     step = unit(kept)
     spans = [(k, start, stop, -(-size // step)) for k, i in enumerate(kept) for start, stop, size in i.spans if size]

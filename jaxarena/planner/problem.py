@@ -62,13 +62,18 @@ class Interval:
         stops = [*(t for t, _ in steps[1:]), self.last + 1]
         return tuple((start, stop, size) for (start, size), stop in zip(steps, stops, strict=True))
 
+    @property
+    def needed(self) -> int:
+        """The most bytes that it needs at any time. What needs none takes no part in a placement."""
+        return max(size for *_, size in self.spans)
+
 
 def unit(intervals: Iterable[Interval]) -> int:
-    """Bytes that all alignments are multiples of: offsets are, and sizes may be rounded up to, multiples of it."""
-    return math.gcd(*(i.alignment for i in intervals)) or 1
+    """Bytes that all alignments (of what needs bytes) are multiples of: offsets are, and sizes may be rounded up to, multiples of it."""
+    return math.gcd(*(i.alignment for i in intervals if i.needed)) or 1
 
 
 def height(intervals: Iterable[Interval], offsets: Mapping[str, int]) -> int:
     """Bytes that a placement spans, a multiple of the intervals' :func:`unit`."""
     intervals = list(intervals)
-    return round_up(max((offsets[i.name] + i.bytes for i in intervals), default=0), unit(intervals))
+    return round_up(max((offsets[i.name] + i.needed for i in intervals if i.needed), default=0), unit(intervals))

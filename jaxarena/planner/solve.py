@@ -3,7 +3,7 @@
 1. Largest first, then the other cheap placements of :mod:`~jaxarena.planner.skyline` and :mod:`~jaxarena.planner.first_fit`, until one
    meets the bound.
 2. *Around the peak*: a search places what lives when nearly as much is live as ever is, in exactly the bound; the rest goes round it
-   by first fit. For many arrays this comes before the other cheap placements, being quicker there, and most of those by first fit are left out.
+   by first fit. For many arrays this comes before the other cheap placements, being quicker there, and most of those are left out.
 3. The search of :mod:`jaxarena.planner.search` decides whether everything fits in exactly the bound, which is far more often quick
    than to improve a placement step by step. It is restarted over a few orders, with limits on its nodes and detours that grow; what
    lives in the sections in which an order failed often comes first when it is tried again.
@@ -94,8 +94,7 @@ def solve(intervals: Sequence[Interval], *, nodes: int = NODES, capacity: int | 
     planner.run()
     offsets = {i.name: i.offset or 0 for i in intervals}
     offsets |= {name: int(offset) * items.unit for name, offset in zip(items.names, planner.best, strict=True)}
-    peak = max(planner.height * items.unit, load if not len(items) else 0)
-    lower = max(load, planner.lower * items.unit)
+    peak, lower = planner.height * items.unit, max(load, planner.lower * items.unit)
     return Solution(offsets, peak, lower, planner.nodes, _verdict(intervals, peak, lower, capacity))
 
 

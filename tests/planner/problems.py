@@ -27,7 +27,7 @@ def file_name(name: str) -> str:
 
 
 @st.composite
-def intervals(draw, most: int = 30, sizes: int = 40, times: int = 15, alignments: Sequence[int] = (1,), pins: bool = False, profiles: bool = False):
+def intervals(draw, most=30, sizes=40, times=15, alignments: Sequence[int] = (1,), pins=False, profiles=False):
     """Intervals; with ``pins`` some are pinned where no other pinned one lives, with ``profiles`` the need of some varies."""
     found: list[Interval] = []
     for k in range(draw(st.integers(0, most))):
@@ -67,10 +67,11 @@ def need_at(interval: Interval, time: int) -> int:
 
 
 def least_peak(intervals: Sequence[Interval]) -> int:
-    """The lowest peak of any placement, rounded up to the gcd of the alignments: every offset of every interval is tried."""
-    step = math.gcd(*(i.alignment for i in intervals)) if intervals else 1
+    """The lowest peak of any placement of what needs bytes, rounded up to the gcd of the alignments: every offset is tried."""
+    needy = [i for i in intervals if any(need_at(i, t) for t in range(i.first, i.last + 1))]
+    step = math.gcd(*(i.alignment for i in needy)) if needy else 1
     peak = 0
-    while not _fits(list(intervals), peak, {}):
+    while not _fits(needy, peak, {}):
         peak += step
     return peak
 
@@ -80,8 +81,8 @@ def _fits(left: list[Interval], peak: int, offsets: dict[Interval, int]) -> bool
         return True
     interval, *rest = left
     for offset in range(0, peak - max(need_at(interval, t) for t in range(interval.first, interval.last + 1)) + 1, interval.alignment):
-        pinned = interval.offset is None or interval.offset == offset
-        if pinned and all(apart(interval, other, offset, at) for other, at in offsets.items()) and _fits(rest, peak, {**offsets, interval: offset}):
+        clear = all(apart(interval, other, offset, at) for other, at in offsets.items())
+        if interval.offset in (None, offset) and clear and _fits(rest, peak, {**offsets, interval: offset}):
             return True
     return False
 
