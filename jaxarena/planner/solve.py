@@ -48,7 +48,7 @@ SHARES = (0.95, 0.9, 0.8)
 SCHEDULE = (("lds", None), ("as", None), ("lps", 3), ("c", 3), ("ps", None), ("las", 3), ("ds", 5), ("lds", 2))
 """Orders and detours of one round of restarts."""
 
-FIRST_LIMIT = 1200
+FIRST_LIMIT = 300
 """Nodes of each search of the first round."""
 
 GROWTH = 1.25
@@ -90,7 +90,7 @@ def solve(intervals: Sequence[Interval], *, nodes: int = NODES, capacity: int | 
     _check_pins(items)
     load = bound(intervals)
     enough = load if capacity is None else max(capacity, load)
-    planner = _Planner(items, -(-load // items.unit), enough // items.unit, nodes)
+    planner = _Planner(items, -(-load // items.unit), enough // items.unit, nodes, stops=capacity is not None)
     planner.run()
     offsets = {i.name: i.offset or 0 for i in intervals}
     offsets |= {name: int(offset) * items.unit for name, offset in zip(items.names, planner.best, strict=True)}
@@ -125,10 +125,10 @@ def _check_pins(items: Items) -> None:
 
 
 class _Planner:
-    """One call of :func:`solve`, in units."""
+    """One call of :func:`solve`, in units. ``stops``: whether a placement in what is ``enough`` is all that is asked for."""
 
-    def __init__(self, items: Items, lower: int, enough: int, budget: int):
-        self.items, self.lower, self.enough, self.budget = items, lower, enough, budget
+    def __init__(self, items: Items, lower: int, enough: int, budget: int, *, stops: bool):
+        self.items, self.lower, self.enough, self.budget, self.stops = items, lower, enough, budget, stops
         self.nodes = 0
         self.best = np.zeros(len(items), np.int64)
         self.height = int(items.size.sum()) + 1 if len(items) else 0
@@ -195,11 +195,10 @@ class _Planner:
                         yield first_fit(items, ordered(items, fill), placed)
 
     def search(self) -> None:
-        """Decides at what is enough with half of the budget, then bisects with the rest."""
+        """Decides at what is enough, with a quarter of the budget, then bisects, each time with a sixth of what is left."""
         restarts = _Restarts(self.items)
-        low = max(self.enough, self.lower)
-        share = (self.budget - self.nodes) // 2
-        target = low
+        low = target = max(self.enough, self.lower)
+        share = self.budget - self.nodes if self.stops else (self.budget - self.nodes) // 4
         while target < self.height and self.nodes < self.budget:
             fits, offsets, nodes = restarts.fit(target, min(share, self.budget - self.nodes))
             self.nodes += nodes
@@ -209,10 +208,13 @@ class _Planner:
                 low = target
                 if fits is False:
                     self.lower = max(self.lower, target + 1)
-            if self.done or self.height - low < 2:
+            if self.done:
                 return
-            target = (low + self.height) // 2
-            share = (self.budget - self.nodes) // 6 + 1
+            if self.height - low > 1:
+                target, share = (low + self.height) // 2, (self.budget - self.nodes) // 6 + 1
+            else:
+                # Each size below has been given up on: a little less, with all that is left.
+                target, share = self.height - 1 - (self.height - self.lower) // 16, self.budget - self.nodes
 
 
 class _Restarts:
