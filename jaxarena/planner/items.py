@@ -113,7 +113,7 @@ def normalise(intervals: Sequence[Interval]) -> Items:
     if sum(i.bytes for i in intervals) + max((i.offset or 0 for i in intervals), default=0) >= 2**59:
         raise ValueError("solve: the intervals have 2**59 bytes or more in sum; fewer are supported")
     kept = [i for i in intervals if i.needed]
-    kept.sort(key=lambda i: (i.first, -i.last, -i.bytes, i.name))
+    kept.sort(key=lambda i: (*_needed_from_to(i), -i.bytes, i.name))
     step = unit(kept)
     spans = [(k, start, stop, -(-size // step)) for k, i in enumerate(kept) for start, stop, size in i.spans if size]
     span_item, span_first, span_stop, span_size = np.array(spans, np.int64).reshape(-1, 4).T
@@ -134,6 +134,12 @@ def normalise(intervals: Sequence[Interval]) -> Items:
     np.maximum.at(stop, span_item, span_stop)
     names = tuple(i.name for i in kept)
     return Items(names, step, size, first, stop, duration, align, pin, span_item, span_first, span_stop, span_size, len(points))
+
+
+def _needed_from_to(interval: Interval) -> tuple[int, int]:
+    """When an interval first needs bytes, and, negated, until when: items stand in the order of the former (pieces are cut by it)."""
+    spans = [(start, stop) for start, stop, size in interval.spans if size]
+    return spans[0][0], -spans[-1][1]
 
 
 def sections(items: Items) -> Sections:

@@ -23,7 +23,7 @@ import numpy as np
 from jaxarena.planner.bound import bound, peak_time
 from jaxarena.planner.first_fit import ORDERS, first_fit, ordered
 from jaxarena.planner.items import FREE, Ints, Items, normalise, sections
-from jaxarena.planner.piece import reaches
+from jaxarena.planner.piece import FAR, reaches
 from jaxarena.planner.problem import Interval
 from jaxarena.planner.search import decide
 from jaxarena.planner.skyline import HASTES, skyline
@@ -131,9 +131,7 @@ class _Planner:
         self.items, self.lower, self.enough, self.budget, self.stops = items, lower, enough, budget, stops
         self.nodes = 0
         self.best = np.zeros(len(items), np.int64)
-        self.height = int(items.size.sum()) + 1 if len(items) else 0
-        if len(items) and (items.pin != FREE).any():
-            self.height += int((items.pin + items.size).max())
+        self.height = FAR if len(items) else 0  # until the first placement is offered
 
     @property
     def done(self) -> bool:
