@@ -6,24 +6,89 @@
     dx = 2 w r dy
     dw = sum over rows of r^2 dy
 
-The activation is that of So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021. docs/own-op.md goes
-through this file piece by piece. Run it with ``python examples/own_op.py``.
+The activation is that of So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021. The forward launch has a
+Pallas kernel too, which a GPU runs on the arena in place. docs/own-op.md goes through this file piece by piece. Run it with
+``python examples/own_op.py``.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxarena as ja
+from jaxarena.kernels import ArenaTensor, KernelDevice, Site
 from jaxarena.ops import launch
 from jaxarena.ops.checks import check_float, check_ndim, check_shape, vary_together
+from jaxarena.pallas.operands import Matrix, pack, place_of, unpack
+from jaxarena.pallas.tiles import read_bytes, tile, viewed, write_bytes
 
 
 @launch("relu2")
 def relu2_forward(x: jax.Array, weight: jax.Array) -> jax.Array:
     r = jnp.maximum(x.astype(jnp.float32), 0)
     return (weight.astype(jnp.float32) * r * r).astype(x.dtype)
+
+
+ROWS = 64  # of a tile
+
+
+def relu2_supports(x: Site, weight: Site, *, out: Site) -> str | None:
+    if not (x.in_arena and out.in_arena):
+        return "it reads and writes the arena"
+    if x.matrix is None or x.matrix != out.matrix or x.matrix[0] % ROWS:
+        return f"it takes a multiple of {ROWS} rows, pads counted, got shape {x.shape}"
+    return None
+
+
+@relu2_forward.kernel(relu2_supports, arrays=(1,))
+def relu2_kernel(arena: Any, x: ArenaTensor, weight: jax.Array, *, out: ArenaTensor, device: KernelDevice) -> None:
+    rows, columns = x.site.matrix or (0, 0)
+    pads = -columns % (128 // x.site.dtype.itemsize)
+    weight = jnp.pad(weight.astype(jnp.float32), (0, pads))  # so that the pads of the result are zeros
+    relu2_tiles(arena, pack([place_of(x), place_of(out)]), weight, rows, x.site.dtype, device.interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def relu2_tiles(arena: Any, places: jax.Array, weight: jax.Array, rows: int, dtype: Any, interpret: bool) -> None:
+    """One block for each panel of each 64 rows. Compiled once for a size, wherever x and y lie: their places are run-time numbers."""
+    width = 128 // dtype.itemsize
+
+    def body(places: Any, weight: Any, buffer: Any, weight_buffer: Any, arrived: Any) -> None:
+        panel, row = lax.axis_index("panel"), lax.axis_index("tile") * ROWS
+        as_bytes, as_numbers = buffer
+        x, y = (Matrix(arena, unpack(places, i)).tile(row, ROWS, panel) for i in range(2))
+        plgpu.copy_gmem_to_smem(x, as_bytes, arrived)
+        plgpu.copy_gmem_to_smem(weight.at[pl.ds(panel * width, width)], weight_buffer, arrived)
+        plgpu.barrier_wait(arrived)
+        read_bytes(buffer, ..., interpret=interpret)
+        r = jnp.maximum(plgpu.load(as_numbers, layout=plgpu.Layout.WGMMA).astype(jnp.float32), 0)
+        w = plgpu.load(weight_buffer, layout=plgpu.Layout.WGMMA.reduce(0))
+        as_numbers[...] = (lax.broadcast_in_dim(w, r.shape, [1]) * r * r).astype(dtype)
+        write_bytes(buffer, ..., interpret=interpret)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(as_bytes, y)
+        plgpu.wait_smem_to_gmem(0)
+
+    plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(rows // ROWS, weight.size // width),
+        grid_names=("tile", "panel"),
+        scratch_types=[
+            viewed(tile((ROWS, 128), jnp.int8), tile((ROWS, width), dtype), interpret=interpret),
+            plgpu.SMEM((width,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(places, weight)
 
 
 @launch("relu2_dx")
@@ -93,7 +158,7 @@ def init(key: jax.Array, d: int, width: int) -> Params:
 def main(steps: int = 20) -> list[float]:
     """Prints the plan, trains on one batch, and returns the losses."""
     params = init(jax.random.key(0), 48, 200)
-    x = jax.random.normal(jax.random.key(1), (4, 33, 48))
+    x = jax.random.normal(jax.random.key(1), (4, 32, 48))
     target = jnp.sin(3 * x)
     step = ja.jit(train_step, donate_argnums=0)
     plan = step.plan(params, x, target)

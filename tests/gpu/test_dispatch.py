@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import own_op
 import pytest
 
 import jaxarena as ja
@@ -47,3 +48,18 @@ def test_a_step_is_that_of_its_references(storage: str | None, dtype: Any, limit
     memory = step.lower(plan.allocate(), w, x).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= plan.bytes
     assert memory.temp_size_in_bytes < plan.bytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_op_of_ones_own(dtype: Any) -> None:
+    x, weight = normal(0, (4, 64, 72), dtype), normal(1, (72,), dtype)
+
+    def function(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return own_op.relu2(own_op.relu2(own_op.relu2(x, weight), weight), weight)
+
+    step = ja.jit(function)
+    plan = step.plan(x, weight)
+    assert list(plan.kernels().values()).count(None) == 1
+    got, _ = step(plan.allocate(255), x, weight)
+    expected, _ = ja.jit(function, kernels=False)(plan.allocate(), x, weight)
+    chex.assert_trees_all_close(got, expected, rtol=1e-6 if dtype == jnp.float32 else 2e-2)
