@@ -188,14 +188,16 @@ def test_five_hundred(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["B", "E", "H"])
 def test_a_second_opinion(name):
-    # omnimalloc's validator and its own best allocator, where it is installed.
+    """omnimalloc's validator takes our placement, and its own default allocator finds none that is lower."""
     omnimalloc = pytest.importorskip("omnimalloc")
     found = instance(name)
     solution = solve(found)
-    pool = omnimalloc.Pool(
-        id="p",
-        allocations=tuple(
-            omnimalloc.Allocation(id=i.name, size=i.bytes, start=i.first, end=i.last + 1, offset=solution.offsets[i.name]) for i in found
-        ),
-    )
-    assert omnimalloc.validate_allocation(pool)
+
+    def placed(offsets):
+        return [omnimalloc.Allocation(id=i.name, size=i.bytes, start=i.first, end=i.last + 1, offset=offsets.get(i.name)) for i in found]
+
+    omnimalloc.validate_allocation(placed(solution.offsets))
+    with pytest.raises(ValueError, match=r"ollision|overlap"):
+        omnimalloc.validate_allocation(placed(dict.fromkeys(solution.offsets, 0)))
+    theirs = omnimalloc.allocate(placed({}), validate=True)
+    assert solution.peak <= max(a.offset + a.size for a in theirs)
