@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxarena.arena import ALIGN, Arena, Placed, PlacedScratch, Scratch, place
+from jaxarena.arena import ALIGN, Arena, GiB, MiB, Placed, PlacedScratch, Scratch, place
 from jaxarena.lifetime import Form, Launch, Loop, Tensor
 from jaxarena.panels import Layout
 from jaxarena.planner import PlanError, bound, validate
@@ -81,10 +81,40 @@ def test_P4_reuse_off_shares_nothing():
     assert arena.bytes == 3072 + 1024 + 3072 + 1024
 
 
-def test_another_planner():
-    arena = place(FORM, planner=lambda intervals: {i.name: 8192 * k for k, i in enumerate(intervals)})
-    assert [p.offset for p in arena.placed] == [0, 8192, 16384]
-    validate(FORM, arena)
+def test_P1_a_small_array_past_31_bits():
+    # 3 GiB beside 1 MiB: the small one's offset, or the large one's end, is past 2**31; both lie at rows that an int32 holds.
+    rows = 3 * GiB // 128
+    big, small = Tensor("big", Layout((rows, 32), "f32", 1)), Tensor("small", Layout((8192, 32), "f32", 1))
+    launches = (Launch("make", (), ("big", "small")), Launch("use", ("big", "small"), ()))
+    form = Form("f", (big, small), (), launches, (), frozenset(), frozenset())
+    arena = place(form)
+    validate(form, arena)
+    assert arena.bytes == 3 * GiB + MiB
+    assert [p.offset for p in arena.placed] == [0, 3 * GiB]
+    assert all(p.row < 2**31 for p in arena.placed)
+
+
+def test_P1_an_arena_past_the_last_row_is_refused_with_what_makes_it_so():
+    huge = [Tensor(f"huge{k}", Layout((2**30, 32), "f32", 1)) for k in range(2)]
+    scratch = Scratch("partials", "f32", 4096)
+    launches = (Launch("make", (), ("huge0",)), Launch("both", ("huge0",), ("huge1",), (scratch,)), Launch("use", ("huge1",), ()))
+    form = Form("f", tuple(huge), (), launches, (), frozenset(), frozenset())
+    message = (
+        r"form 'f' cannot fit in 274877906816 bytes: it needs at least 274877911040, and 274877911040 as planned. "
+        r"Launch 1 \(both\) needs the most: 274877911040 bytes live at time 1: "
+        r"huge0 \(137438953472\), huge1 \(137438953472\), scratch 'partials' \(4096\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        place(form)
+
+
+def test_a_capacity_that_was_not_met():
+    assert place(FORM, capacity=8192).bytes == 8192
+    with pytest.raises(ValueError, match=r"form 'f' cannot fit in 8191 bytes: .* Launch 1 \(a to b\) needs the most"):
+        place(FORM, capacity=8191)
+    straight = dataclasses.replace(FORM, loops=())
+    with pytest.raises(ValueError, match=r"form 'f' was not found to fit in 8191 bytes: it needs at least 5120, and 8192 as planned"):
+        place(straight, capacity=8191, reuse=False)
 
 
 def test_a_form_without_arrays():
