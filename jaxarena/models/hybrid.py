@@ -36,7 +36,7 @@ from jax import lax
 
 from jaxarena import ops
 
-__all__ = ["Cache", "HybridConfig", "create_cache", "extend", "init", "loss", "parameter_count"]
+__all__ = ["Cache", "HybridConfig", "create_cache", "extend", "init", "logits", "loss", "parameter_count"]
 
 PERIOD = 4
 """Layers in a period: three of the delta rule, one of attention."""
@@ -151,6 +151,18 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: HybridCon
       ``cross_entropy + balance_weight * balance``, float32, and a dict of the two: nats a label, and the balance loss's mean over
       layers (1 when experts share the load evenly).
     """
+    h, balance = _forward(params, tokens, config)
+    cross_entropy = ops.cross_entropy(h, _head(params, config), labels)
+    return cross_entropy + config.balance_weight * balance, {"cross_entropy": cross_entropy, "balance": balance}
+
+
+def logits(params: Params, tokens: jax.Array, config: HybridConfig) -> jax.Array:
+    """The logits of the token after each, [batch, time, vocabulary] in the model's dtype, of int32 [batch, time]."""
+    return ops.project(_forward(params, tokens, config)[0], _head(params, config).T)
+
+
+def _forward(params: Params, tokens: jax.Array, config: HybridConfig) -> tuple[jax.Array, jax.Array]:
+    """The last rows, normed, and the mean of the layers' balance losses."""
     dtype = jnp.dtype(config.dtype)
     h = ops.embed(tokens, params["embedding"].astype(dtype))
 
@@ -165,10 +177,7 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: HybridCon
         return (h, balance), None
 
     (h, balance), _ = lax.scan(period, (h, jnp.float32(0)), params["periods"])
-    h = ops.rms_norm(h, params["norm"].astype(dtype), eps=config.norm_eps, offset=1.0)
-    cross_entropy = ops.cross_entropy(h, _head(params, config), labels)
-    balance = balance / config.layers
-    return cross_entropy + config.balance_weight * balance, {"cross_entropy": cross_entropy, "balance": balance}
+    return ops.rms_norm(h, params["norm"].astype(dtype), eps=config.norm_eps, offset=1.0), balance / config.layers
 
 
 def _head(params: Params, config: HybridConfig) -> jax.Array:
@@ -274,7 +283,7 @@ def _delta_layer(
     v = v.reshape(b, t, config.delta_value_heads, config.delta_value_size)
     # The gates are few numbers that decide how far the state reaches: float32 throughout.
     write, a = jnp.split(ops.project(x, w["beta_a"].astype(h.dtype)).astype(jnp.float32), 2, axis=-1)
-    g = -jnp.exp(w["a_log"]) * jax.nn.softplus(a + w["dt_bias"])
+    g = ops.delta_gate(a, w["a_log"], w["dt_bias"])
     beta, after = jax.nn.sigmoid(write), None
     if before is None:
         o = ops.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True)
