@@ -8,7 +8,22 @@ from jaxarena import checkpoint_policies, ops  # noqa: E402  (the version is che
 from jaxarena.arena import ALIGN, GiB, KiB, MiB  # noqa: E402
 from jaxarena.plan import ArenaBuffer, Plan  # noqa: E402
 from jaxarena.program import Program, ProgramPlan  # noqa: E402
+from jaxarena.sizing import max_batch  # noqa: E402
 from jaxarena.step import Step, jit  # noqa: E402
 
-__all__ = ["ALIGN", "ArenaBuffer", "GiB", "KiB", "MiB", "Plan", "Program", "ProgramPlan", "Step", "checkpoint_policies", "jit", "ops"]
+__all__ = [
+    "ALIGN",
+    "ArenaBuffer",
+    "GiB",
+    "KiB",
+    "MiB",
+    "Plan",
+    "Program",
+    "ProgramPlan",
+    "Step",
+    "checkpoint_policies",
+    "jit",
+    "max_batch",
+    "ops",
+]
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxarena import plan_command
 from jaxarena.planner import NODES, faults, minimalloc, solve
 
 __all__ = ["main"]
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"python -m jaxarena: {error}", file=sys.stderr)
         return 2
     return status
@@ -65,6 +66,7 @@ def run_place(arguments: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], Run], str]] = {
     "place": (add_place, "Gives the intervals of a file offsets in as few bytes as possible."),
+    "plan": (plan_command.add, "Prints the memory plan of a step, from shapes alone."),
 }
 
 

@@ -18,6 +18,7 @@ from jaxarena.lifetime import Form, Launch
 from jaxarena.planner import Interval, bound, validate
 from jaxarena.report.data import from_plain, to_plain
 from jaxarena.report.picture import save
+from jaxarena.report.questions import difference, explanation
 from jaxarena.report.text import text
 from jaxarena.storage import arena_element
 
@@ -116,6 +117,11 @@ class Plan:
         return max(range(len(self.launches)), key=self.arena.live_bytes, default=0)
 
     @property
+    def peak(self) -> int:
+        """The most bytes of the arena that live at one launch."""
+        return self.arena.live_bytes(self.peak_launch)
+
+    @property
     def xla_bytes(self) -> int:
         """Estimated bytes of XLA's temporaries where they are most: values between launches, not what lies inside one region."""
         return max((self.xla_bytes_at(i) for i in range(len(self.launches))), default=0)
@@ -173,6 +179,14 @@ class Plan:
         element = arena_element(jax.default_backend())
         row = np.full(ROW_BYTES, fill, np.uint8).view(element)
         return ArenaBuffer(jnp.tile(row, (self.arena.rows, 1)), (self.fingerprint,))
+
+    def explain(self) -> str:
+        """Why the arena is as large as it is, in words: where most lives, what that is, who made it and who still needs it."""
+        return explanation(self)
+
+    def diff(self, other: Plan) -> str:
+        """What is larger, smaller, new or gone in ``other``, largest change first; empty when nothing changed its size."""
+        return difference(self, other)
 
     def __str__(self) -> str:
         return text(self)

@@ -116,6 +116,15 @@ class Step:
         """The memory plan for arguments given as arrays or ``jax.ShapeDtypeStruct``. Nothing is compiled or run."""
         return self._prepare(args, kwargs)[1]
 
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions, in the function's arguments, of what may be overwritten with results."""
+        return self._donated
+
+    def result_shapes(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result as ``jax.ShapeDtypeStruct``, for arguments as :meth:`plan` takes them."""
+        return self._traced.eval_shape(*args, **kwargs)
+
     def lower(self, arena: ArenaBuffer, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Like ``jax.jit(...).lower``: for ``.compile().memory_analysis()`` and the like."""
         self._check_arena(arena)
