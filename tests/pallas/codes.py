@@ -1,0 +1,42 @@
+"""What words and scales that a kernel made must be, beside the reference's."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jaxarena import storage
+
+
+def integers(words: tuple[jax.Array, ...]) -> np.ndarray:
+    """The integers that words, or words and low words, stand for."""
+    word, *low = (np.asarray(w, np.int64) for w in words)
+    return 256 * word + low[0] if low else word
+
+
+def assert_integers(got: np.ndarray, expected: np.ndarray, words: int) -> None:
+    """They differ by at most one, and seldom: a quotient within rounding of a half may go either way.
+
+    The kernel's quotient has three roundings more: of 1 / 127 or 1 / 32639, of the reciprocal, of the product. It is off by at most
+    ``32639 * 4 * 2^-24 < 0.008`` for two words, so a quotient whose fraction is spread evenly goes the other way in less than 1.6 %.
+    """
+    difference = np.abs(got - expected)
+    assert difference.max() <= 1, f"off by {difference.max()}"
+    assert (difference > 0).mean() < {1: 2e-3, 2: 1.6e-2}[words]
+
+
+def assert_codes(parts: tuple[jax.Array, ...], x: jax.Array) -> None:
+    """Words (and low words) ``[m, k]`` and scales ``[panels, m]`` are those of the rows of ``x``, and decode as near to it."""
+    *words, scales = parts
+    count = len(words)
+    got, scales = integers(tuple(words)), np.asarray(scales)
+    word, low, expected_scales = storage.quantize(x, count)
+    np.testing.assert_allclose(scales, np.asarray(expected_scales).T, rtol=2.5e-7)
+    expected = integers((word,) if low is None else (word, low))
+    wide = scales.T.repeat(128, axis=1)[:, : x.shape[1]]
+    bad = np.isnan(wide)
+    assert not got[bad].any()
+    assert_integers(got, expected, count)
+    error = np.abs(got * wide.astype(np.float64) - np.asarray(x, np.float64))[~bad]
+    limit = wide[~bad] * 0.5 * (1 + {1: 1e-5, 2: 2e-2}[count])
+    assert (error <= np.maximum(limit, np.finfo(np.float32).tiny)).all()
