@@ -57,7 +57,7 @@ def encode(pieces: Sequence[jax.Array], top: jax.Array, words: int) -> tuple[lis
     # In a block too small for a normal scale words stay at or below amax / scale, so that it decodes within its own amax.
     limit = jnp.where(amax < levels * _TINY, (amax * inverse).astype(jnp.int32), levels)
     limit = jnp.where(coded, limit, 0)
-    made = []
+    made: list[tuple[jax.Array, ...]] = []
     for piece in pieces:
         wide_inverse, wide_limit = (lax.broadcast_in_dim(v, piece.shape, [0]) for v in (inverse, limit))
         # Adding 3 * 2^22 rounds to the nearest integer, which then stands in the low bits.

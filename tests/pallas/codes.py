@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxarena import storage
+from jaxarena.ops.quantized import tile_parts
 
 
 def integers(words: tuple[jax.Array, ...]) -> np.ndarray:
@@ -40,3 +41,11 @@ def assert_codes(parts: tuple[jax.Array, ...], x: jax.Array) -> None:
     error = np.abs(got * wide.astype(np.float64) - np.asarray(x, np.float64))[~bad]
     limit = wide[~bad] * 0.5 * (1 + {1: 1e-5, 2: 2e-2}[count])
     assert (error <= np.maximum(limit, np.finfo(np.float32).tiny)).all()
+
+
+def assert_tile_codes(parts: tuple[jax.Array, ...], w: jax.Array) -> None:
+    """Words (and low words) ``[n, k]`` and scales are those of the tiles of ``w [k, n]``."""
+    *words, scales = parts
+    *expected, expected_scales = tile_parts(w, "int8" if len(words) == 1 else "int8x2")
+    np.testing.assert_allclose(np.asarray(scales), np.asarray(expected_scales), rtol=2.5e-7)
+    assert_integers(integers(tuple(words)), integers(tuple(expected)), len(words))
