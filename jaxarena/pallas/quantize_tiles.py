@@ -202,7 +202,7 @@ def _launch(
 
         def values(i: Any, number: int) -> jax.Array:
             x = plgpu.load(numbers.at[slot(i), number], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            if k % _TILE == 0 and n % _TILE == 0 or number == 0:
+            if (k % _TILE == 0 and n % _TILE == 0) or number == 0:
                 return x
             within_k, within_n = inside(i, *_PIECES[number])
             mask = 0 - (within_k & within_n).astype(jnp.int32)
