@@ -66,6 +66,28 @@ def fetch(arena: jax.Array, row: int, shape: tuple[int, ...], dtype: Any, row_nd
     return storage.decode(arena[row : row + layout.bytes // 128], layout)
 
 
+def room_for_rows(arena: TestArena, m: int, k: int, words: int) -> tuple[tuple[Place, ...], list[Span]]:
+    """Room for words and scales, and the bytes of it."""
+    panels = -(-k // 128)
+    rooms = [arena.room((m, k), jnp.int8) for _ in range(words)]
+    scale_row, _ = arena.room((panels, m), jnp.float32, 0)
+    places = [Place(row, m, scale_row, 0, m) for row, _ in rooms]
+    return tuple(places), [*(row_bytes(span) for _, span in rooms), scale_bytes(scale_row, panels * m)]
+
+
+def coded(after: jax.Array, places: tuple[Place, ...], m: int, k: int) -> tuple[jax.Array, ...]:
+    """The words and scales ``[m, k]`` that lie at these places."""
+    words = [fetch(after, int(place.row), (m, k), jnp.int8) for place in places]
+    return *words, fetch(after, int(places[0].scale_row), (-(-k // 128), m), jnp.float32, 0)
+
+
+def room_for_tiles(arena: TestArena, k: int, n: int, words: int, orientations: tuple[str, ...]) -> tuple[tuple[Place, ...], list[Span]]:
+    """Room for the words of a weight ``[k, n]``, and the bytes of it."""
+    shapes = [(n, k) if orientation == "forward" else (k, n) for orientation in orientations for _ in range(words)]
+    rooms = [arena.room(shape, jnp.int8) for shape in shapes]
+    return tuple(Place(row, shape[0]) for (row, _), shape in zip(rooms, shapes, strict=True)), [row_bytes(span) for _, span in rooms]
+
+
 def launch(kernel: Callable[..., Any], arena: jax.Array, *arrays: Any) -> tuple[jax.Array, Any]:
     """Runs ``kernel(arena's ref, *arrays)`` under jit: the arena after it, and what it returned."""
 

@@ -1,12 +1,33 @@
-"""What words and scales that a kernel made must be, beside the reference's."""
+"""Numbers that are hard to quantize, and what words and scales that a kernel made must be, beside the reference's."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxarena import storage
 from jaxarena.ops.quantized import tile_parts
+
+
+def values(m: int, k: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Random numbers with blocks of zeros, NaN, Inf, subnormal and very small numbers among them."""
+    x = np.random.default_rng(m + k).standard_normal((m, k)).astype(np.float32)
+    x[3, :128], x[5, 7], x[8, 180], x[12, 130] = 0, np.nan, np.inf, -np.inf
+    x[9, :128] *= 1e-39
+    x[10, :128] *= 3e-37
+    return jnp.asarray(x, dtype)
+
+
+def weight(k: int, n: int, dtype: Any) -> jax.Array:
+    """Random numbers, each row of another size, with a tile of zeros and one with NaN; the last half tile is large."""
+    w = np.random.default_rng(k + n).standard_normal((k, n)) * np.exp(np.random.default_rng(k).standard_normal((k, 1)))
+    w[:128, 128:] *= 3e-37
+    w[128:, :128] = 0
+    w[-3:, -1] = np.nan, 5, np.inf
+    return jnp.asarray(w, dtype)
 
 
 def integers(words: tuple[jax.Array, ...]) -> np.ndarray:

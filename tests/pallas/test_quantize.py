@@ -12,33 +12,10 @@ import pytest
 from jaxarena import storage
 from jaxarena.pallas import quantize
 from jaxarena.pallas.operands import Place
-from tests.pallas.arenas import Span, TestArena, assert_no_race, fetch, launch_writing, lower, matrix, row_bytes, scale_bytes
-from tests.pallas.codes import assert_codes
+from tests.pallas.arenas import TestArena, assert_no_race, coded, launch_writing, lower, matrix, room_for_rows
+from tests.pallas.codes import assert_codes, values
 
 SMALL = quantize.QuantizeConfig(warpgroups=2)
-
-
-def values(m: int, k: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Random numbers with blocks of zeros, NaN, Inf, subnormal and very small numbers among them."""
-    x = np.random.default_rng(m + k).standard_normal((m, k)).astype(np.float32)
-    x[3, :128], x[5, 7], x[8, 180], x[12, 130] = 0, np.nan, np.inf, -np.inf
-    x[9, :128] *= 1e-39
-    x[10, :128] *= 3e-37
-    return jnp.asarray(x, dtype)
-
-
-def places_for(arena: TestArena, m: int, k: int, words: int) -> tuple[tuple[Place, ...], list[Span]]:
-    """Room for words and scales, and the bytes of it."""
-    panels = -(-k // 128)
-    rooms = [arena.room((m, k), jnp.int8) for _ in range(words)]
-    scale_row, _ = arena.room((panels, m), jnp.float32, 0)
-    places = [Place(row, m, scale_row, 0, m) for row, _ in rooms]
-    return tuple(places), [*(row_bytes(span) for _, span in rooms), scale_bytes(scale_row, panels * m)]
-
-
-def fetched(after: jax.Array, places: tuple[Place, ...], m: int, k: int) -> tuple[jax.Array, ...]:
-    words = [fetch(after, int(place.row), (m, k), jnp.int8) for place in places]
-    return *words, fetch(after, int(places[0].scale_row), (-(-k // 128), m), jnp.float32, 0)
 
 
 CASES = [
@@ -58,7 +35,7 @@ def test_rows_interpreted(dtype: Any, words: int, x_in_arena: bool, out_in_arena
     x = values(m, k, dtype)
     arena = TestArena(0)
     place = matrix(arena, x) if x_in_arena else None
-    places, written = places_for(arena, m, k, words)
+    places, written = room_for_rows(arena, m, k, words)
 
     def kernel(ref: object, x: jax.Array) -> tuple[jax.Array, ...] | None:
         out = places[: 1 + (words == 2)] if out_in_arena else None
@@ -67,7 +44,7 @@ def test_rows_interpreted(dtype: Any, words: int, x_in_arena: bool, out_in_arena
         )
 
     after, result = launch_writing(kernel, arena.array(), written if out_in_arena else [], x)
-    assert_codes(fetched(after, places, m, k) if out_in_arena else result, x)
+    assert_codes(coded(after, places, m, k) if out_in_arena else result, x)
     assert_no_race(capsys)
 
 
@@ -86,14 +63,14 @@ def test_columns_interpreted(words: int, x_in_arena: bool, out_in_arena: bool, c
     x = values(k, m).T
     arena = TestArena(0)
     place = matrix(arena, x) if x_in_arena else None
-    places, written = places_for(arena, k, m, words)
+    places, written = room_for_rows(arena, k, m, words)
 
     def kernel(ref: object, x: jax.Array) -> tuple[jax.Array, ...] | None:
         out = places if out_in_arena else None
         return quantize.quantize_columns(ref, place or x, out, m=m, k=k, words=words, config=SMALL, multiprocessors=2, interpret=True)
 
     after, result = launch_writing(kernel, arena.array(), written if out_in_arena else [], x)
-    assert_codes(fetched(after, places, k, m) if out_in_arena else result, x.T)
+    assert_codes(coded(after, places, k, m) if out_in_arena else result, x.T)
     assert_no_race(capsys)
 
 
@@ -116,7 +93,7 @@ def test_rows_lower_for_cuda(dtype: Any, words: int, x_in_arena: bool) -> None:
     x = values(m, k, dtype)
     arena = TestArena(1)
     place = matrix(arena, x) if x_in_arena else None
-    places, _ = places_for(arena, m, k, words)
+    places, _ = room_for_rows(arena, m, k, words)
     lower(lambda ref, x: quantize.quantize_rows(ref, place or x, places, m=m, k=k, words=words, dtype=dtype), arena.array(), x)
 
 
@@ -126,10 +103,8 @@ def test_columns_lower_for_cuda(words: int, in_arena: bool) -> None:
     x = values(m, k)
     arena = TestArena(1)
     place = matrix(arena, x) if in_arena else None
-    places, _ = places_for(arena, k, m, words)
-    lower(
-        lambda ref, x: quantize.quantize_columns(ref, place or x, places if in_arena else None, m=m, k=k, words=words), arena.array(), x
-    )
+    places, _ = room_for_rows(arena, k, m, words)
+    lower(lambda ref, x: quantize.quantize_columns(ref, place or x, places if in_arena else None, m=m, k=k, words=words), arena.array(), x)
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxarena.pallas import quantize_tiles
 from jaxarena.pallas.operands import Place
-from tests.pallas.arenas import Span, TestArena, assert_no_race, fetch, launch_writing, lower, matrix, row_bytes
-from tests.pallas.codes import assert_tile_codes
+from tests.pallas.arenas import TestArena, assert_no_race, fetch, launch_writing, lower, matrix, room_for_tiles
+from tests.pallas.codes import assert_tile_codes, weight
 
 SMALL = quantize_tiles.TilesConfig(warpgroups=2, buffers=1)  # interpret mode counts every copy as a group of its own
-
-
-def weight(k: int, n: int, dtype: Any) -> jax.Array:
-    """Random numbers, each row of another size, with a tile of zeros and one with NaN; the last half tile is large."""
-    w = np.random.default_rng(k + n).standard_normal((k, n)) * np.exp(np.random.default_rng(k).standard_normal((k, 1)))
-    w[:128, 128:] *= 3e-37
-    w[128:, :128] = 0
-    w[-3:, -1] = np.nan, 5, np.inf
-    return jnp.asarray(w, dtype)
-
-
-def places_for(arena: TestArena, k: int, n: int, words: int, orientations: tuple[str, ...]) -> tuple[tuple[Place, ...], list[Span]]:
-    shapes = [(n, k) if orientation == "forward" else (k, n) for orientation in orientations for _ in range(words)]
-    rooms = [arena.room(shape, jnp.int8) for shape in shapes]
-    return tuple(Place(row, shape[0]) for (row, _), shape in zip(rooms, shapes, strict=True)), [row_bytes(span) for _, span in rooms]
 
 
 BOTH = ("forward", "backward")
@@ -49,7 +33,7 @@ def test_interpreted(dtype: Any, words: int, orientations: tuple[str, ...], in_a
     arena = TestArena(0)
     w_in_arena = in_arena and dtype == jnp.bfloat16
     place = matrix(arena, w) if w_in_arena else None
-    places, written = places_for(arena, k, n, words, orientations)
+    places, written = room_for_tiles(arena, k, n, words, orientations)
 
     def kernel(ref: object, w: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
         return quantize_tiles.quantize_tiles(
@@ -82,7 +66,7 @@ def test_lowers_for_cuda(dtype: Any, words: int, in_arena: bool) -> None:
     w = weight(k, n, dtype)
     arena = TestArena(1)
     place = matrix(arena, w) if in_arena and dtype == jnp.bfloat16 else None
-    places, _ = places_for(arena, k, n, words, BOTH)
+    places, _ = room_for_tiles(arena, k, n, words, BOTH)
 
     def kernel(ref: object, w: jax.Array) -> Any:
         return quantize_tiles.quantize_tiles(ref, place or w, places if in_arena else None, k=k, n=n, words=words)
