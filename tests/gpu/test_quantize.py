@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxarena.ops.quantized import row_parts, row_values
-from jaxarena.pallas import dequantize, quantize, quantize_tiles
+from jaxarena.pallas import dequantize, project_kept, quantize, quantize_tiles
 from jaxarena.pallas.operands import Place
 from tests.pallas.arenas import (
     TestArena,
@@ -19,6 +19,7 @@ from tests.pallas.arenas import (
     launch,
     launch_writing,
     matrix,
+    relative_error,
     room_for_rows,
     room_for_tiles,
     row_bytes,
@@ -115,3 +116,28 @@ def test_gradients_in_int8(shape: tuple[int, int, int]) -> None:
     case.check(after, *scales)
     again, _ = launch(kernel, case.arena.array(), case.w)
     np.testing.assert_array_equal(again, after)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 128), (320, 448, 640), (2112, 1088, 1152)], ids=str)
+@pytest.mark.parametrize("config", [None, *project_kept.CONFIGS])
+@pytest.mark.parametrize(("in_arena", "dtype"), [(True, jnp.float32), (True, jnp.bfloat16), (False, jnp.float32)])
+def test_weight_gradient_from_kept_words(shape: tuple[int, int, int], config: str | None, in_arena: bool, dtype: Any) -> None:
+    m, n, k = shape
+    random = np.random.default_rng(m)
+    word, scales = row_parts(jnp.asarray(random.standard_normal((m, k)), jnp.float32), "int8")
+    dy = jnp.asarray(random.standard_normal((m, n)), jnp.bfloat16)
+    arena = TestArena(4)
+    place = words(arena, (word, scales))
+    row, span = arena.room((k, n), dtype)
+    chosen = project_kept.CONFIGS[config][0] if config else None
+
+    def kernel(ref: Any, x: Any, dy: Any) -> Any:
+        out = Place(row, k) if in_arena else None
+        return project_kept.dweight_kept(ref, place if in_arena else x, dy, out, m=m, n=n, k=k, out_dtype=dtype, config=chosen)
+
+    after, result = launch_writing(kernel, arena.array(), [row_bytes(span)] if in_arena else [], (word, scales), dy)
+    got = fetch(after, row, (k, n), dtype) if in_arena else result
+    decoded = np.asarray(row_values((word, scales)).astype(jnp.bfloat16), np.float64)
+    # Of float32: a rounding a sum of 16 products in the tensor cores, which truncate.
+    limit = 2.0**-8 if dtype == jnp.bfloat16 else (m // 16) * 2.0**-23
+    assert relative_error(got, decoded.T @ np.asarray(dy, np.float64)) < limit

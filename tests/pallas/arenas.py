@@ -161,14 +161,6 @@ def scale_bytes(row: int, count: int) -> Span:
     return 128 * row, 128 * row + 4 * count
 
 
-def assert_writes_only(before: jax.Array, after: jax.Array, spans: Sequence[Span]) -> None:
-    """No byte differs outside these runs of arena rows."""
-    changed = np.flatnonzero((np.asarray(before) != np.asarray(after)).any(axis=1))
-    for start, stop in spans:
-        changed = changed[(changed < start) | (changed >= stop)]
-    assert not len(changed), f"arena rows {changed[:8].tolist()} changed, outside {list(spans)}"
-
-
 def assert_no_race(capsys: pytest.CaptureFixture[str]) -> None:
     """Interpret mode, which prints the races it finds, found none."""
     assert "RACE DETECTED" not in capsys.readouterr().out
