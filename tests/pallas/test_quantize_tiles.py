@@ -18,7 +18,7 @@ SMALL = quantize_tiles.TilesConfig(warpgroups=2, buffers=1)  # interpret mode co
 
 BOTH = ("forward", "backward")
 CASES = [
-    pytest.param(jnp.bfloat16, 1, BOTH, True),
+    pytest.param(jnp.bfloat16, 1, BOTH, True, marks=pytest.mark.slow),
     pytest.param(jnp.float32, 2, BOTH, True),
     pytest.param(jnp.float32, 1, BOTH, False, marks=pytest.mark.slow),
     pytest.param(jnp.bfloat16, 2, ("backward",), False, marks=pytest.mark.slow),
