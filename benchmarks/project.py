@@ -26,11 +26,15 @@ from jax import lax
 from jaxarena import storage
 from jaxarena.ops.project_quantized import exact_product
 from jaxarena.ops.quantized import row_parts, tile_parts
+from jaxarena.pallas.dequantize import dequantize_rows
 from jaxarena.pallas.operands import Place
+from jaxarena.pallas.project_backward import dweight_int8, dx_int8
 from jaxarena.pallas.project_bf16 import project_bf16
 from jaxarena.pallas.project_int8 import project_int8
+from jaxarena.pallas.project_kept import dweight_kept
 from jaxarena.pallas.project_two_words import project_two_words
-from jaxarena.pallas.quantize import quantize_rows
+from jaxarena.pallas.quantize import quantize_columns, quantize_rows
+from jaxarena.pallas.quantize_tiles import quantize_tiles
 from jaxarena.panels import Layout
 
 SHAPES = [(8192, 8192, 8192), (16384, 8192, 2048), (8192, 2048, 8192), (4096, 12288, 4096)]
@@ -208,19 +212,116 @@ def backward_rows(m: int, n: int, k: int, peaks: dict[str, float]) -> list[resul
     return [row(f"project backward bf16 {m}x{n}x{k}", "TFLOP/s", 4.0 * m * n * k, mine, "xla", peer[0], "0.9 times", peaks["bf16"])]
 
 
-def quantize_row(m: int, k: int) -> results.Row:
+class Free:
+    """Hands out places in an arena's free rows."""
+
+    def __init__(self, arena: Arena):
+        self.row = arena.free
+
+    def matrix(self, m: int, row_bytes: int) -> Place:
+        place = Place(self.row, m)
+        self.row += m * -(-row_bytes // 128)
+        return place
+
+    def words(self, m: int, k: int) -> Place:
+        """Words and scales."""
+        place = self.matrix(m, k)
+        place = place._replace(scale_row=self.row, scale_stride=m)
+        self.row += -(-m * -(-k // 128) // 256) * 8
+        return place
+
+
+def backward_int8_rows(m: int, n: int, k: int, peaks: dict[str, float]) -> list[results.Row]:
+    """From words: both products in int8, with and without quantizing what they take; and in bf16, from kept rows of words."""
+    x, w = operands(m, n, k)
+    dy, _ = operands(m, 8, n)
+    arena = Arena(x, dy, room=2 * m * n + 2 * m * k + 4 * m * k + (m * n + 2 * m * k) // 16 + 8192)
+    free = Free(arena)
+    x_place, dy_place = (Place(row, m) for row in arena.rows)
+    dy_rows, x_columns, dy_tiles, kept = free.words(m, n), free.words(k, m), free.matrix(n, m), free.words(m, k)
+    dx, decoded = free.matrix(m, 2 * k), free.matrix(m, 2 * k)
+    ((weight, weight_scales),) = jax.jit(lambda w: quantize_tiles(None, w, k=k, n=n, orientations=("backward",)))(w)
+    *_, dy_scales = jax.jit(lambda dy: tile_parts(dy, "int8"))(dy)
+
+    def products(ref: Any, weight: Any, weight_scales: Any, dy_scales: Any) -> Any:
+        dx_int8(ref, dy_rows, weight, weight_scales, dx, m=m, n=n, k=k)
+        return dweight_int8(ref, x_columns, dy_tiles, dy_scales, m=m, n=n, k=k)
+
+    def whole(ref: Any, weight: Any, weight_scales: Any) -> Any:
+        quantize_rows(ref, dy_place, dy_rows, m=m, k=n)
+        quantize_columns(ref, x_place, x_columns, m=m, k=k)
+        ((scales,),) = quantize_tiles(ref, dy_place, (dy_tiles,), k=m, n=n, orientations=("forward",))
+        return products(ref, weight, weight_scales, scales)
+
+    def from_words(ref: Any, w: Any, dy: Any) -> Any:
+        project_bf16(ref, dy_place, w, dx, m=m, n=k, k=n, columns_transposed=True)
+        return dweight_kept(ref, kept, dy, m=m, n=n, k=k)
+
+    def decoded_first(ref: Any, w: Any, dy: Any) -> Any:
+        project_bf16(ref, dy_place, w, dx, m=m, n=k, k=n, columns_transposed=True)
+        dequantize_rows(ref, kept, decoded, m=m, k=k)
+        return project_bf16(ref, decoded, dy, m=k, n=n, k=m, rows_transposed=True)
+
+    run = arena.launch(whole, weight, weight_scales)
+    _, dw = run()
+    exact_dx = jax.jit(lambda dy, w: dy.astype(jnp.float32) @ w.astype(jnp.float32).T)(dy[:512], w)
+    exact_dw = jax.jit(lambda x, dy: x.astype(jnp.float32).T @ dy.astype(jnp.float32))(x[:, :512], dy)
+    wrong = error(arena.read(dx.row, (m, k))[:512], exact_dx), error(dw[:512], exact_dw)
+    prepare = arena.launch(lambda ref: quantize_rows(ref, x_place, kept, m=m, k=k))
+    prepare()
+    xla = jax.jit(lambda x, w, dy: (dy @ w.T, x.T @ dy))
+    alone = arena.launch(products, weight, weight_scales, dy_scales)
+    bf16_runs = arena.launch(from_words, w, dy), arena.launch(decoded_first, w, dy)
+    all_of_it, two, bf16, first, peer = in_turn(run, alone, *bf16_runs, lambda: xla(x, w, dy))
+    size, work, roofline = f"{m}x{n}x{k}", 4.0 * m * n * k, peaks["int8"]
+    return [
+        row(f"project backward int8 {size}, operands quantized too", "TFLOP/s", work, all_of_it, "xla", peer[0], "1.3 times", roofline),
+        row(f"project backward int8 {size}, the products alone", "TFLOP/s", work, two, "xla", peer[0], "", roofline),
+        row(f"project backward bf16 {size}, from kept int8 rows", "TFLOP/s", work, bf16, "xla", peer[0], "0.9 times", peaks["bf16"]),
+        row(f"project backward bf16 {size}, int8 rows decoded first", "TFLOP/s", work, first, "xla", peer[0], "", peaks["bf16"]),
+        results.Row(f"project backward int8 {size}: dx beside float32", "error", wrong[0], target="1.5e-2"),
+        results.Row(f"project backward int8 {size}: dw beside float32", "error", wrong[1], target="1.5e-2"),
+    ]
+
+
+def memory_rows(m: int, k: int) -> list[results.Row]:
+    """What only moves memory: each beside a copy of the same array, in bytes read and written."""
     x, _ = operands(m, 8, k)
-    arena = Arena(x, room=m * k + m * k // 32 + 2048)
-    out = Place(arena.free, m, arena.free + m * k // 128, 0, m)
+    wide = x.astype(jnp.float32)
+    arena = Arena(x, room=2 * (2 * m * k + m * k // 16) + 8192)
+    free = Free(arena)
+    rows, columns, x_place = free.words(m, k), free.words(k, m), Place(arena.rows[0], m)
+    forward, backward = rows._replace(stride=k), columns._replace(stride=m)
+    low = Place(columns.row, m)
+
+    def decode(ref: Any) -> Any:
+        return dequantize_rows(ref, rows, m=m, k=k)
+
+    def tiles(ref: Any, w: Any) -> Any:
+        return quantize_tiles(ref, w, (forward, backward), k=m, n=k)
+
+    launches: list[tuple[str, float, Callable[..., Any], tuple[jax.Array, ...]]] = [
+        ("quantize rows int8", 3 + 1 / 32, lambda ref: quantize_rows(ref, x_place, rows, m=m, k=k), ()),
+        ("quantize rows two-word", 4 + 1 / 32, lambda ref: quantize_rows(ref, x_place, (rows, low), m=m, k=k, words=2), ()),
+        ("quantize columns int8", 3 + 1 / 32, lambda ref: quantize_columns(ref, x_place, columns, m=m, k=k), ()),
+        ("quantize tiles int8, both orientations", 4, tiles, (x,)),
+        (
+            "quantize tiles int8, float32, both orientations",
+            6,
+            lambda ref, w: quantize_tiles(ref, w, (forward, backward), k=m, n=k),
+            (wide,),
+        ),
+        ("quantize tiles two-word, float32, both orientations", 8, lambda ref, w: quantize_tiles(None, w, k=m, n=k, words=2), (wide,)),
+        ("dequantize rows int8", 3 + 1 / 32, decode, ()),
+    ]
     copy = jax.jit(jnp.negative)
-
-    def kernel(ref: Any) -> None:
-        quantize_rows(ref, Place(arena.rows[0], m), out, m=m, k=k)
-
-    mine, peer = in_turn(arena.launch(kernel), lambda: copy(x))
-    work = (3 + 1 / 32) * m * k
-    # The copy moves 4 bytes a value.
-    return row(f"quantize rows int8 {m}x{k}", "GB/s", work, mine, "copy bandwidth", peer[0] * work / (4.0 * m * k), "", BANDWIDTH / 1e9)
+    made = []
+    for name, per_value, kernel, arrays in launches:
+        mine, peer = in_turn(arena.launch(kernel, *arrays), lambda: copy(x))
+        work = per_value * m * k
+        # The copy moves 4 bytes a value.
+        made.append(row(f"{name} {m}x{k}", "GB/s", work, mine, "copy bandwidth", peer[0] * per_value / 4, "", BANDWIDTH / 1e9))
+    return made
 
 
 def decode_row(m: int, n: int, k: int, copies: int = 4) -> results.Row:
@@ -257,7 +358,8 @@ def main() -> None:
     rows = [r for shape in SHAPES for r in forward_rows(*shape, peaks)]
     rows += [r for size in (4096, 8192) for r in two_word_rows(size, peaks)]
     rows += [r for shape in SHAPES[:2] for r in backward_rows(*shape, peaks)]
-    rows.append(quantize_row(8192, 8192))
+    rows += [r for shape in SHAPES for r in backward_int8_rows(*shape, peaks)]
+    rows += memory_rows(8192, 8192)
     rows += [decode_row(m, 8192, 8192) for m in (1, 8, 32)]
     print(results.write("project", device, rows, results.device_name()))
 

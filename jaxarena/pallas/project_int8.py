@@ -14,6 +14,7 @@ if another warpgroup multiplies meanwhile. Hence three compute warpgroups, each 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ def config_for(m: int, n: int, multiprocessors: int = 132) -> TileConfig:
     return DECODE if m <= 64 else fastest(CONFIGS, m, n, multiprocessors)
 
 
-def supports(m: int, n: int, k: int, *, rows_in_arena: bool, weight_in_arena: bool, out_in_arena: bool) -> str | None:
+def supports(
+    m: int, n: int, k: int, *, rows_in_arena: bool, weight_in_arena: bool, out_in_arena: bool, out_dtype: Any = jnp.bfloat16
+) -> str | None:
     """None if the kernel takes this product, else why not."""
     if not (m and n and k):
         return "the product is empty"
@@ -58,8 +61,10 @@ def supports(m: int, n: int, k: int, *, rows_in_arena: bool, weight_in_arena: bo
         return f"rows of int8 words that are not in the arena must be a multiple of 128 bytes, got k = {k}"
     if n % 8 or m % 8:
         return f"arrays must have multiples of 8 rows, got m, n = {m}, {n}"
-    if not out_in_arena and n % 64:
-        return f"rows of a bf16 result that is not in the arena must be a multiple of 128 bytes, got n = {n}"
+    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"the result must be bfloat16 or float32, got {jnp.dtype(out_dtype)}"
+    if not out_in_arena and n * jnp.dtype(out_dtype).itemsize % 128:
+        return f"rows of a {jnp.dtype(out_dtype)} result that is not in the arena must be a multiple of 128 bytes, got n = {n}"
     return None
 
 
@@ -140,11 +145,12 @@ def project_int8(
     m: int,
     n: int,
     k: int,
+    out_dtype: Any = jnp.bfloat16,
     config: TileConfig | None = None,
     multiprocessors: int = 132,
     interpret: bool = False,
 ) -> jax.Array | None:
-    """``decoded(x) @ decoded(weight)^T`` as bf16.
+    """``decoded(x) @ decoded(weight)^T`` as bf16 or float32.
 
     Args:
       arena: the arena's ref; None when no operand is a place.
@@ -155,41 +161,47 @@ def project_int8(
       m: rows; in the arena with the pads that it has between groups, which hold zeros.
       n: columns of the result.
       k: the contracted size.
+      out_dtype: bfloat16 or float32.
       config: overrides :func:`config_for`.
       multiprocessors: of the device.
       interpret: whether to interpret the kernel on the CPU, looking for races.
 
     Returns:
-      bf16 ``[m, n]``; None when ``out`` is a place.
+      ``[m, n]``; None when ``out`` is a place.
 
     Raises:
       ValueError: when :func:`supports` has a reason against it.
     """
     in_arena = (isinstance(x, Place), isinstance(weight, Place), isinstance(out, Place))
-    reason = supports(m, n, k, rows_in_arena=in_arena[0], weight_in_arena=in_arena[1], out_in_arena=in_arena[2])
+    reason = supports(m, n, k, rows_in_arena=in_arena[0], weight_in_arena=in_arena[1], out_in_arena=in_arena[2], out_dtype=out_dtype)
     if reason:
         raise ValueError(f"project_int8: {reason}")
     places = [a if isinstance(a, Place) else None for a in (x, weight, out)]
     arrays = (*(() if isinstance(x, Place) else x), *(() if isinstance(weight, Place) else (weight,)), weight_scales)
+    chosen = config or config_for(m, n, multiprocessors)
+    if jnp.dtype(out_dtype) == jnp.float32:
+        chosen = dataclasses.replace(chosen, piece=min(chosen.piece, 32))  # 128 bytes of a row
     return _launch(
         arena,
         pack(places),
         arrays,
         Shape(m, n, -(-k // 128)),
         in_arena,
-        config or config_for(m, n, multiprocessors),
+        jnp.dtype(out_dtype),
+        chosen,
         multiprocessors,
         interpret,
     )
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8))
 def _launch(
     arena: Any,
     offsets: jax.Array,
     arrays: tuple[jax.Array, ...],
     shape: Shape,
     in_arena: tuple[bool, ...],
+    out_dtype: Any,
     config: TileConfig,
     multiprocessors: int,
     interpret: bool,
@@ -219,4 +231,5 @@ def _launch(
         config=config,
         multiprocessors=multiprocessors,
         interpret=interpret,
+        out_dtype=out_dtype,
     )

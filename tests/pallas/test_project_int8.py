@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxarena.ops.quantized import row_parts, tile_parts
 from jaxarena.pallas import project_int8
 from jaxarena.pallas.frame import TileConfig
 from jaxarena.pallas.operands import Place
-from tests.pallas.arenas import TestArena, assert_no_race, assert_writes_only, fetch, launch, lower, matrix, relative_error, words
+from tests.pallas.arenas import TestArena, assert_no_race, fetch, launch_writing, lower, matrix, relative_error, row_bytes, words
 
 ROUNDING = 2.0**-8  # of bf16
 
@@ -39,8 +40,13 @@ def operands(m: int, n: int, k: int) -> tuple[tuple[jax.Array, jax.Array], tuple
     return row_parts(x, "int8"), tile_parts(weight, "int8")
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
-@pytest.mark.parametrize("in_arena", [True, False])
+QUICK = {("two warpgroups", True), ("cluster", True), ("decode", False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "in_arena"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in itertools.product(INTERPRETED, (True, False))],
+)
 def test_interpreted(name: str, in_arena: bool, capsys: pytest.CaptureFixture[str]) -> None:
     m, n, k = (264, 256, 272) if in_arena else (216, 192, 384)
     x, (weight, weight_scales) = operands(m, n, k)
@@ -65,12 +71,10 @@ def test_interpreted(name: str, in_arena: bool, capsys: pytest.CaptureFixture[st
             interpret=True,
         )
 
-    before = arena.array()
-    after, result = launch(kernel, before, x, weight, weight_scales)
+    after, result = launch_writing(kernel, arena.array(), [row_bytes(span)] if in_arena else [], x, weight, weight_scales)
     got = fetch(after, row, (m, n), jnp.bfloat16) if in_arena else result
     assert got is not None
     assert relative_error(got, exact_product(x, (weight, weight_scales))) < ROUNDING
-    assert_writes_only(before, after, [span] if in_arena else [])
     assert_no_race(capsys)
 
 
