@@ -49,7 +49,7 @@ def test_bfloat16_products_and_their_gradients() -> None:
     chex.assert_trees_all_close(got, expected, rtol=2e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("storage", ["int8", "int8x2"])
+@pytest.mark.parametrize("storage", ["int8", pytest.param("int8x2", marks=pytest.mark.slow)])
 def test_words_in_a_loop(storage: str) -> None:
     dtype = jnp.bfloat16 if storage == "int8" else jnp.float32
     x, w = normal(0, (64, 256), dtype), normal(1, (2, 256, 256), jnp.float32) / 16

@@ -39,6 +39,7 @@ def test_A5_prefill_then_decode_is_one_pass() -> None:
     chex.assert_trees_all_close(ours, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_train_and_decode_share_an_arena_and_the_parameters() -> None:
     config = hybrid.HybridConfig(layers=4, dtype="bfloat16", **SMALL)
     params, _, tokens = state_of(config)

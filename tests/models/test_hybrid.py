@@ -97,6 +97,7 @@ def test_losses_and_gradients_are_those_of_plain_jit_in_float32() -> None:
         chex.assert_trees_all_close(ours, theirs, rtol=0, atol=limit * float(jnp.abs(theirs).max()))
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_in_bfloat16_are_as_near_to_float32_as_those_of_plain_jit() -> None:
     config = hybrid.HybridConfig(dtype="bfloat16", **CONTINUOUS)
     function = loss_and_gradients_of(config)
@@ -173,6 +174,7 @@ def test_the_future_does_not_leak_into_the_past() -> None:
     assert abs(float(loss(tokens[:, :-1]) - loss(tokens[:, :-1].at[:, 5].add(1)))) > 1e-4
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient() -> None:
     config = hybrid.HybridConfig(layers=4, tied=False, **SMALL)
     params, _, tokens = state_of(config)

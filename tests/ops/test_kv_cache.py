@@ -213,7 +213,7 @@ def test_gradients_go_to_queries_and_a_float_cache():
 def test_what_has_no_gradient_says_so():
     q, k, v = tokens(15, 1, 2)
     cache = append(empty(1, 3, q, k, v, "int8"), k, v)
-    with raises(TypeError, "attend: a quantized cache has no gradient: to train, use a float cache"):
+    with raises(TypeError, "attend: a quantized cache, or one of layers, has no gradient: to train, use a float cache"):
         jax.grad(lambda q: jnp.sum(attend(q, cache)))(q)
     with raises(TypeError, "append: writing to a cache has no gradient"):
         jax.grad(lambda k: jnp.sum(append(empty(1, 3, q, k, v), k, v).k))(k)
