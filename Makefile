@@ -27,14 +27,15 @@ else
     RUN_NEWEST = .venv-newest/bin/python
 endif
 
-.PHONY: help demo test slow gpu test-newest lint format clean check-python
+.PHONY: help demo test slow gpu-test gpu-bench test-newest lint format clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo         train a small hybrid language model on real text through a planned arena (3 minutes on 2 cores)'
 	@echo 'make test         the quick tests, on JAX $(JAX)'
 	@echo 'make slow         the slow tests'
-	@echo 'make gpu          the tests that need an NVIDIA GPU'
+	@echo 'make gpu-test     the tests that need an NVIDIA GPU'
+	@echo 'make gpu-bench    the benchmarks on an NVIDIA GPU: benchmarks/results/*.json and RESULTS.md'
 	@echo 'make test-newest  the quick tests, on the newest JAX that is supported'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make format       let ruff sort imports and fix what it can'
@@ -50,9 +51,13 @@ test: $(INSTALLED) check-python
 slow: $(INSTALLED) check-python
 	XLA_FLAGS= $(call pytest,$(RUN)) -m 'slow and not gpu' $(ARGS)
 
-# One process: workers would each take the GPU's memory.
-gpu: $(INSTALLED) check-python
-	JAX_PLATFORMS=cuda,cpu $(RUN) -m pytest -m gpu $(ARGS)
+# One process: workers would each take the GPU's memory. pytest-benchmark, where an environment has it, warns, which is an error here.
+gpu-test: $(INSTALLED) check-python
+	JAX_PLATFORMS=cuda,cpu $(RUN) -m pytest -p no:benchmark -m gpu $(ARGS)
+
+gpu-bench: $(INSTALLED) check-python
+	for suite in step storage project; do JAX_PLATFORMS=cuda,cpu $(RUN) benchmarks/$$suite.py || exit; done
+	$(RUN) benchmarks/results.py
 
 test-newest: $(INSTALLED_NEWEST) check-python
 	$(call pytest,$(RUN_NEWEST)) -m 'not slow and not gpu' $(NEWEST_TESTS) $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-# Before JAX is imported. The GPU tests name their platform themselves: JAX_PLATFORMS=cuda,cpu (see `make gpu`).
+# Before JAX is imported. The GPU tests name their platform themselves: JAX_PLATFORMS=cuda,cpu (see `make gpu-test`).
 if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
     # A test runs a program once or twice: without LLVM's optimizations the suite takes two thirds of the time. `make slow` keeps them.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
