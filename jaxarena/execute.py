@@ -67,10 +67,15 @@ class _Run:
                 self._repeat(step)
             elif isinstance(step, Region):
                 self._region(step)
-            elif self.device and self.fallbacks[step] is None:
+            elif self.device and self.fallbacks[step] is None and not self._varies(step):
                 self._kernel(step, self.device)
             else:
                 self._write_all(step.outputs, _apply(step, self.read_all(step.inputs)))
+
+    def _varies(self, equation: Equation) -> bool:
+        """Whether the arena or an operand varies over the axes of a mesh (inside ``shard_map``): Pallas takes no such ref."""
+        arrays = [self.buffer, *(self.env[a] for a in values(equation.inputs) if a in self.env)]
+        return any(jax.typeof(a).manual_axis_type.varying for a in arrays)
 
     def _kernel(self, equation: Equation, device: KernelDevice) -> None:
         launch = equation.launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -122,6 +123,26 @@ def test_where_a_kernel_finds_its_operands() -> None:
     assert not rest and out[1] is None and device.interpret
     chex.assert_shape(y_seen, (5, 40))
     assert x_seen.site.matrix == (8, 40)
+
+
+def test_inside_shard_map_the_reference_runs() -> None:
+    @launch("square")
+    def square(x: jax.Array) -> jax.Array:
+        return x * x
+
+    @square.kernel(lambda x, *, out: None)
+    def run(arena: Any, x: Any, *, out: Any, device: Any) -> Any:
+        raise AssertionError("Pallas refuses refs that vary over a mesh's axes")
+
+    step = ja.jit(lambda x: square(square(x)) + 1, kernels="interpret")
+    x = normal(0, (4, 40), jnp.float32)
+    arena = step.plan(x).allocate(255)
+    with pytest.raises(AssertionError, match="Pallas refuses"):
+        step(arena, x)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(lambda data, x: step(dataclasses.replace(arena, data=data), x)[0], mesh=mesh, in_specs=spec, out_specs=spec)
+    chex.assert_trees_all_close(jax.jit(mapped)(step.plan(x).allocate().data, x), x**4 + 1, rtol=1e-6)
 
 
 def test_sites() -> None:
