@@ -2,8 +2,8 @@
 
     python benchmarks/agreement.py            # writes results/agreement-<device>.json
 
-The checkpoint and what transformers 5.24.0 (torch 2.13.0, CPU) computes from it are in tests/data/qwen3_next_tiny. A difference of logits is
-the largest one over the largest magnitude; of gradient norms, the largest relative one over all tensors.
+The checkpoint and what transformers 5.24.0 (torch 2.13.0, CPU) computes from it are in tests/data/qwen3_next_tiny. A difference of
+logits is the largest one over the largest magnitude; of gradient norms, the largest relative one over all tensors.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ TARGETS = {"int8": "within 1 %", "int8x2": "within 0.1 %"}
 
 def train(*options: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return train_text.main(["--quiet", "--out", folder, *options])
+        return train_text.main(["--quiet", "--sample", "0", "--out", folder, *options])
 
 
 def main() -> None:
