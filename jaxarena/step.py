@@ -54,7 +54,7 @@ def jit(
         :mod:`jaxarena.kept`.
       kernels: whether launches run as GPU kernels where the default device is a GPU they are made for; ``plan.kernels()`` says which
         launches do. ``False`` runs the XLA reference of each. ``"interpret"`` runs the kernels in Pallas' interpret mode on the CPU,
-        for tests: slow.
+        for tests: slow, and with fewer cores than a kernel has warpgroups it may hang unless the environment has ``PJRT_NPROC=16``.
 
     Raises:
       TypeError: when ``function`` is not callable, or ``storage`` no string or dict.
