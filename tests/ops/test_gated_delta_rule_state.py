@@ -55,7 +55,8 @@ def test_D1_states_in_and_out(dtype):
     batch=st.integers(1, 3),
     time=st.integers(17, 150).filter(lambda t: t % 8),
     heads=st.sampled_from([(1, 1), (1, 3), (3, 3), (2, 6)]),
-    sizes=st.tuples(st.integers(1, 21), st.integers(1, 21)).filter(lambda s: s[0] != s[1]),
+    # A key of one number, normed, is its sign: its gradient is nothing but rounding.
+    sizes=st.tuples(st.integers(2, 21), st.integers(1, 21)).filter(lambda s: s[0] != s[1]),
     chunk_size=st.sampled_from([3, 16, 29, 64]),
 )
 def test_D1_D10_any_shape(batch, time, heads, sizes, chunk_size):
