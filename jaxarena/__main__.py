@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxarena import plan_command
+from jaxarena import plan_command, tune_command
 from jaxarena.planner import NODES, faults, minimalloc, solve
 
 __all__ = ["main"]
@@ -67,6 +67,7 @@ def run_place(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], Run], str]] = {
     "place": (add_place, "Gives the intervals of a file offsets in as few bytes as possible."),
     "plan": (plan_command.add, "Prints the memory plan of a step, from shapes alone."),
+    "tune": (tune_command.add, "Finds the fastest configs of products on the GPU at hand."),
 }
 
 

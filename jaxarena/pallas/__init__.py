@@ -16,13 +16,14 @@
   buffer after all launches is ``ref[...]``. It may be None when no operand lies there.
 - An operand is an array or a :class:`~jaxarena.pallas.operands.Place` in the arena, whose numbers may be traced: a kernel compiles once
   for its sizes and config, wherever its operands lie. ``out`` is a place, or None for a result of its own.
-- ``config`` overrides ``config_for``, which chooses from the family's table ``CONFIGS`` (and ``DECODE``, for up to 64 rows).
+- ``config`` overrides ``config_for``, which takes what :mod:`~jaxarena.pallas.configs` was given for the product, by hand or by
+  ``python -m jaxarena tune``, else chooses from the family's table ``CONFIGS`` (and ``DECODE``, for up to 64 rows).
 - ``supports(sizes, where operands lie)`` returns None when the kernel takes the launch, else the reason in words; a kernel called
   regardless raises ValueError with it.
 
 **Shared.** ``operands``: places, addresses, block scales. ``tiles``: shared memory, bytes seen as numbers. ``codes``: numbers to words in
 registers, and tiles transposed. ``products``: tensor-core products without cleared accumulators. ``frame``: the walk over output tiles, the
-pipeline, the way results go out.
+pipeline, the way results go out. ``configs``: which config a launch takes. ``tuning``: the search for a faster one.
 
 Every kernel also runs in Pallas' interpret mode (``interpret=True``), which looks for races; the twins for what that lacks are in
 ``tiles`` and ``products``, so that a kernel's body is the same in both.

@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxarena.pallas.operands import Matrix, Place, unpack
 from jaxarena.pallas.tiles import tile, viewed, write_bytes
 
-__all__ = ["Operands", "Shape", "Steps", "TileConfig", "fastest", "launch_product"]
+__all__ = ["Operands", "Shape", "Steps", "TileConfig", "launch_product"]
 
 _REGISTERS = {1: None, 2: (40, 232), 3: (24, 160)}
 """By compute warpgroups: registers a thread of the copying warpgroup and of the others, out of 65536 a multiprocessor; None: enough."""
@@ -109,11 +109,6 @@ class TileConfig:
         tiles = -(-m // (self.tile_m * self.cluster_m)) * -(-n // (self.tile_n * self.cluster_n))
         clusters = multiprocessors // cluster
         return m * n / (-(-tiles // clusters) * clusters * cluster * self.tile_m * self.tile_n)
-
-
-def fastest(configs: dict[str, tuple[TileConfig, float]], m: int, n: int, multiprocessors: int) -> TileConfig:
-    """Of configs with their speeds on a large square product: the one with the most speed left at this size."""
-    return max(configs.values(), key=lambda entry: entry[1] * entry[0].used(m, n, multiprocessors))[0]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxarena.pallas.frame import Shape, Steps, TileConfig, fastest, launch_product
+from jaxarena.pallas import configs
+from jaxarena.pallas.frame import Shape, Steps, TileConfig, launch_product
 from jaxarena.pallas.operands import Matrix, Place, pack
 from jaxarena.pallas.tiles import read_bytes, tile, viewed
 
@@ -42,9 +43,9 @@ _K = 64
 """Values of the contracted axis in a stage: 128 bytes."""
 
 
-def config_for(m: int, n: int, multiprocessors: int = 132) -> TileConfig:
-    """The config for a product of m rows and n columns."""
-    return DECODE if m <= 64 else fastest(CONFIGS, m, n, multiprocessors)
+def config_for(m: int, n: int, k: int, multiprocessors: int = 132) -> TileConfig:
+    """The config for a product of m rows and n columns, summed over k."""
+    return configs.choose(configs.Product("project_bf16", m, n, k, multiprocessors), CONFIGS, DECODE)
 
 
 def supports(
@@ -190,7 +191,7 @@ def project_bf16(
     offsets = pack([a if isinstance(a, Place) else None for a in (rows, out)])
     arrays = (columns,) if isinstance(rows, Place) else (rows, columns)
     return _launch(
-        arena, offsets, arrays, Shape(m, n, -(-k // _K)), form, config or config_for(m, n, multiprocessors), multiprocessors, interpret
+        arena, offsets, arrays, Shape(m, n, -(-k // _K)), form, config or config_for(m, n, k, multiprocessors), multiprocessors, interpret
     )
 
 

@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxarena.pallas import products
-from jaxarena.pallas.frame import Shape, Steps, TileConfig, fastest, launch_product
+from jaxarena.pallas import configs, products
+from jaxarena.pallas.frame import Shape, Steps, TileConfig, launch_product
 from jaxarena.pallas.operands import Matrix, Place, RowScales, pack
 from jaxarena.pallas.tiles import tile
 
@@ -40,13 +40,13 @@ CONFIGS: dict[str, tuple[TileConfig, float]] = {
 }
 """What was measured on an H200 to be fast, with its speed at 8192 cubed, as a share of the first's."""
 
-DECODE = TileConfig(tile_m=64, tile_n=64, warpgroups=1, stages=12, piece=32, together=4)
+DECODE = TileConfig(tile_m=64, tile_n=64, warpgroups=1, stages=10, cluster_n=2, piece=32, together=4)
 """For up to 64 rows, where reading the weight is all that counts."""
 
 
-def config_for(m: int, n: int, multiprocessors: int = 132) -> TileConfig:
-    """The config for a product of m rows and n columns."""
-    return DECODE if m <= 64 else fastest(CONFIGS, m, n, multiprocessors)
+def config_for(m: int, n: int, k: int, multiprocessors: int = 132) -> TileConfig:
+    """The config for a product of m rows and n columns, summed over k."""
+    return configs.choose(configs.Product("project_int8", m, n, k, multiprocessors), CONFIGS, DECODE)
 
 
 def supports(
@@ -178,7 +178,7 @@ def project_int8(
         raise ValueError(f"project_int8: {reason}")
     places = [a if isinstance(a, Place) else None for a in (x, weight, out)]
     arrays = (*(() if isinstance(x, Place) else x), *(() if isinstance(weight, Place) else (weight,)), weight_scales)
-    chosen = config or config_for(m, n, multiprocessors)
+    chosen = config or config_for(m, n, k, multiprocessors)
     if jnp.dtype(out_dtype) == jnp.float32:
         chosen = dataclasses.replace(chosen, piece=min(chosen.piece, 32))  # 128 bytes of a row
     return _launch(

@@ -23,7 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxarena.pallas.frame import Shape, Steps, TileConfig, fastest, launch_product
+from jaxarena.pallas import configs
+from jaxarena.pallas.frame import Shape, Steps, TileConfig, launch_product
 from jaxarena.pallas.operands import Matrix, Place, RowScales, pack
 from jaxarena.pallas.tiles import tile
 
@@ -38,9 +39,9 @@ CONFIGS: dict[str, tuple[TileConfig, float]] = {
 _ROWS, _DECODED = 64, 3
 
 
-def config_for(k: int, n: int, multiprocessors: int = 132) -> TileConfig:
-    """The config for a gradient ``[k, n]``."""
-    return fastest(CONFIGS, k, n, multiprocessors)
+def config_for(k: int, n: int, m: int, multiprocessors: int = 132) -> TileConfig:
+    """The config for a gradient ``[k, n]``, summed over m rows."""
+    return configs.choose(configs.Product("dweight_kept", k, n, m, multiprocessors), CONFIGS)
 
 
 def supports(m: int, n: int, k: int, *, out_in_arena: bool, out_dtype: Any = jnp.float32) -> str | None:
@@ -148,7 +149,7 @@ def dweight_kept(
     in_arena = isinstance(x, Place), out is not None
     if reason := supports(m, n, k, out_in_arena=in_arena[1], out_dtype=out_dtype):
         raise ValueError(f"dweight_kept: {reason}")
-    chosen = config or config_for(k, n, multiprocessors)
+    chosen = config or config_for(k, n, m, multiprocessors)
     if (chosen.tile_m, chosen.warpgroups) != (128, 2):
         raise ValueError(f"dweight_kept: config must have tile_m 128 and 2 warpgroups, got {chosen.tile_m} and {chosen.warpgroups}")
     if jnp.dtype(out_dtype) == jnp.float32:

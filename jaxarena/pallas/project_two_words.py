@@ -29,8 +29,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxarena.pallas import products
-from jaxarena.pallas.frame import Shape, Steps, TileConfig, fastest, launch_product
+from jaxarena.pallas import configs, products
+from jaxarena.pallas.frame import Shape, Steps, TileConfig, launch_product
 from jaxarena.pallas.operands import Matrix, Place, RowScales, pack
 from jaxarena.pallas.tiles import tile
 
@@ -47,9 +47,9 @@ CONFIGS: dict[str, tuple[TileConfig, float]] = {
 _HIGH, _LOW = 0, 1
 
 
-def config_for(m: int, n: int, multiprocessors: int = 132) -> TileConfig:
-    """The config for a product of m rows and n columns."""
-    return fastest(CONFIGS, m, n, multiprocessors)
+def config_for(m: int, n: int, k: int, multiprocessors: int = 132) -> TileConfig:
+    """The config for a product of m rows and n columns, summed over k."""
+    return configs.choose(configs.Product("project_two_words", m, n, k, multiprocessors), CONFIGS)
 
 
 def supports(m: int, n: int, k: int, *, rows_in_arena: bool, weight_in_arena: bool, out_in_arena: bool) -> str | None:
@@ -203,7 +203,7 @@ def project_two_words(
         arrays,
         Shape(m, n, 2 * -(-k // 128)),
         in_arena,
-        config or config_for(m, n, multiprocessors),
+        config or config_for(m, n, k, multiprocessors),
         multiprocessors,
         interpret,
     )

@@ -141,7 +141,7 @@ def test_config_names_a_bad_field(field: str, value: int) -> None:
 
 
 def test_config_fits_the_size() -> None:
-    assert project_int8.config_for(64, 8192) is project_int8.DECODE
-    assert project_int8.config_for(8192, 8192) is named("large")
+    assert project_int8.config_for(64, 8192, 8192) is project_int8.DECODE
+    assert project_int8.config_for(8192, 8192, 8192) is named("large")
     # 96 tiles of 128 x 128 fill 96 of 132 multiprocessors; 64 tiles of 192 x 128 fill only 64.
-    assert project_int8.config_for(1536, 1024) is named("small")
+    assert project_int8.config_for(1536, 1024, 1024) is named("small")
