@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     config = hybrid.HybridConfig(layers=args.layers, width=args.width, dtype=args.dtype)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps), b2=0.95, weight_decay=0.01),
-    )
-
-    def train_step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        (_, parts), gradients = jax.value_and_grad(hybrid.loss, has_aux=True)(params, tokens[:, :-1], tokens[:, 1:], config)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, parts["cross_entropy"]
-
+    optimizer, train_step = training(config, args.steps, args.learning_rate)
     data = text.load_standard_library()
     windows = text.held_out_windows(data.held_out, args.windows, WINDOW)
     baselines = text.baselines(data.train, windows)
@@ -119,6 +111,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "params": params,
         "plan": plan,
     }
+
+
+def training(config: hybrid.HybridConfig, steps: int, learning_rate: float) -> tuple[Any, Callable[..., Any]]:
+    """The optimizer and the train step, of a run of ``steps``."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps), b2=0.95, weight_decay=0.01),
+    )
+
+    def train_step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        (_, parts), gradients = jax.value_and_grad(hybrid.loss, has_aux=True)(params, tokens[:, :-1], tokens[:, 1:], config)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, parts["cross_entropy"]
+
+    return optimizer, train_step
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
